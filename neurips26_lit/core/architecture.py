@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['INK', 'MUTED', 'LINE', 'SHEET', 'CARD', 'TINTS', 'EDGES', 'Drawing', 'architecture_figure', 'home_figure']
 
-# %% ../../nbs/core/00_architecture.ipynb #f9e205f7
+# %% ../../nbs/core/00_architecture.ipynb #0c5285b7
 import html
 from collections import Counter
 
 from .catalog import Paper, areas, papers
 
-# %% ../../nbs/core/00_architecture.ipynb #dd41bae6
+# %% ../../nbs/core/00_architecture.ipynb #92a52d12
 INK, MUTED, LINE, SHEET, CARD = "#22303c", "#5b6873", "#b9c1c8", "#fbfaf7", "#ffffff"
 TINTS = {"blue": "#e3eff7", "green": "#e2f1ea", "orange": "#fbf0dc", "red": "#f8e6df", "grey": "#eef0f2"}
 EDGES = {"blue": "#0072B2", "green": "#009E73", "orange": "#B87800", "red": "#D55E00", "grey": "#8a949e"}
@@ -58,7 +58,7 @@ class Drawing:
     ) -> None:
         "Draw a rounded card with a title and short lines."
         fill, edge = (TINTS[tint], EDGES[tint]) if tint else (CARD, LINE)
-        self.parts.append(f'<rect class="box {tint or "card"}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="7" fill="{fill}" stroke="{edge}" stroke-width="1.2"/>')
+        self.parts.append(f'<rect class="box {tint or "plain"}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="7" fill="{fill}" stroke="{edge}" stroke-width="1.2"/>')
         if title: self.text(x + 12, y + 22, title, size=14, weight=600)
         for i, line in enumerate(lines):
             code = line.startswith("`")
@@ -95,7 +95,7 @@ class Drawing:
     def _repr_svg_(self) -> str:
         return self.svg()
 
-# %% ../../nbs/core/00_architecture.ipynb #0c5285b7
+# %% ../../nbs/core/00_architecture.ipynb #4a891686
 def architecture_figure() -> Drawing:
     "How a paper's folder becomes library, run, evidence and site."
     d = Drawing(960, 470, "A paper's folder becomes library, run, evidence and site")
@@ -121,13 +121,13 @@ def architecture_figure() -> Drawing:
     d.text(24, 453, "ci/test checks that nothing on the right has drifted from what is on the left.", size=12, muted=True)
     return d
 
-# %% ../../nbs/core/00_architecture.ipynb #d30418ed
+# %% ../../nbs/core/00_architecture.ipynb #ed3e51bd
 def home_figure(
     catalogue: list[Paper] | None = None,  # default: all papers
 ) -> Drawing:
     "The life of a claim, and a disc per paper, filled when it is built."
     catalogue = papers() if catalogue is None else catalogue
-    d = Drawing(780, 296, "A claim is stated, derived, measured and judged; below, a disc for each paper of the library")
+    d = Drawing(780, 314, "A claim is stated, derived, measured and judged; below, a disc for each paper of the library")
     steps = [("1  State", "paper.yml", "the claim and its check,", "before any run", "orange"), ("2  Derive", "01_… notebooks", "maths, code, a worked", "example, in one place", "blue"),
              ("3  Measure", "90_reproduce", "real models, intervals;", "from laptop to GPUs", "green"), ("4  Judge", "claims table", "holds, fails, can't tell,", "or what it still needs", "red")]
     for i, (name, file, one, two, tint) in enumerate(steps):
@@ -137,8 +137,8 @@ def home_figure(
     d.text(12, 150, f"{len(catalogue)} papers, {built} built so far", size=14, weight=600)
     names = list(areas()) or sorted({p.area for p in catalogue})
     for i, name in enumerate(names):
-        x, y = 12 + 154 * (i % 5), 180 + 58 * (i // 5)
+        x, y = 12 + 260 * (i % 3), 180 + 50 * (i // 3)
         d.text(x, y, areas()[name].title if name in areas() else name, size=12, muted=True)
         members = sorted((p for p in catalogue if p.area == name), key=lambda p: p.status != "built")
-        for k, p in enumerate(members): d.dot(x + 6 + 11.5 * k, y + 17, 4.2, tint="blue", filled=p.status == "built")
+        for k, p in enumerate(members): d.dot(x + 6 + 13 * k, y + 16, 4.6, tint="blue", filled=p.status == "built")
     return d

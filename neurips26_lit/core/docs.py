@@ -13,6 +13,7 @@ import ast
 import html
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -95,8 +96,8 @@ def _entry(p: Paper, base: str, *, anchor: bool) -> str:
 
 
 def catalogue() -> Fragment:
-    "All papers, with a search box and filters by area, keyword and status on the site."
-    found = papers()
+    "All papers, built ones first, with a search box and filters by area, keyword and status on the site."
+    found = sorted(papers(), key=lambda p: p.status != "built")
     keywords = sorted({k for p in found for k in p.keywords})
     options = "".join(f'<option value="{a.name}">{html.escape(a.title)}</option>' for a in areas().values())
     controls = ('<form class="catalogue-controls" hidden role="search" aria-label="Filter the catalogue">'
@@ -260,11 +261,20 @@ def _parameters(f: ast.FunctionDef, comments: dict[int, str]) -> list[tuple[str,
 
 def _signature(name: str, f: ast.FunctionDef) -> str:
     "One line when it fits, else a parameter a line."
-    bare = ast.unparse(ast.arguments(**{**{k: getattr(f.args, k) for k in f.args._fields}, "args": [a for a in f.args.args if a.arg not in ("self", "cls")]}))
+    a = f.args
+    def show(arg: ast.arg, default: ast.AST | None, star: str = "") -> str:
+        typed = f"{star}{arg.arg}: {_annotation(arg.annotation)}" if arg.annotation is not None else star + arg.arg
+        return typed if default is None else f"{typed} = {ast.unparse(default)}" if arg.annotation is not None else f"{typed}={ast.unparse(default)}"
+    plain = [*a.posonlyargs, *a.args]
+    pieces = [show(*pair) for pair in zip(plain, [None] * (len(plain) - len(a.defaults)) + list(a.defaults)) if pair[0].arg not in ("self", "cls")]
+    if a.posonlyargs: pieces.insert(len(a.posonlyargs), "/")
+    if a.vararg: pieces.append(show(a.vararg, None, "*"))
+    elif a.kwonlyargs: pieces.append("*")
+    pieces += [show(*pair) for pair in zip(a.kwonlyargs, a.kw_defaults)]
+    if a.kwarg: pieces.append(show(a.kwarg, None, "**"))
     tail = f" -> {_annotation(f.returns)}" if f.returns is not None else ""
-    if len(name) + len(bare) + len(tail) <= 86: return f"{name}({bare}){tail}"
-    pieces = [p for p in re.split(r",\s*(?![^\[\(]*[\]\)])", bare) if p]
-    return f"{name}(\n    " + ",\n    ".join(pieces) + f",\n){tail}"
+    line = f"{name}({', '.join(pieces)}){tail}"
+    return line if len(line) <= 86 else f"{name}(\n    " + ",\n    ".join(pieces) + f",\n){tail}"
 
 
 def _class(node: ast.ClassDef, comments: dict[int, str]) -> Symbol:
@@ -518,17 +528,29 @@ def _converter():
     return LatexToMathML(macros=_MACROS, fancy_error=False)
 
 
+def _plain_text(tex: str) -> str:
+    "Take equations out of words: `\\text{if $j$ is}` becomes `\\text{if }j\\text{ is}`, which the converter reads."
+    def split(m: re.Match) -> str:
+        words = m[1].split("$")
+        return "".join(f"{{{w}}}" if i % 2 else f"\\text{{{w}}}" for i, w in enumerate(words) if w) if len(words) % 2 else m[0]
+    return re.sub(r"\\text\{([^{}]*\$[^{}]*)\}", split, tex)
+
+
 def equations(
     page: str,  # HTML
 ) -> str:  # HTML in which every equation is MathML and no maths script is loaded
-    "Turn TeX into MathML."
+    "Turn TeX into MathML; every equation that can't be read is named in one error."
+    problems = []
     def convert(m: re.Match) -> str:
         tex = html.unescape(m[2])
-        try: drawn = _converter().convert_with_local_state(tex, displaystyle=m[1] == "display")
+        try: drawn = _converter().convert_with_local_state(_plain_text(tex), displaystyle=m[1] == "display")
         except DocsError: raise
-        except Exception as e: raise DocsError(f"equation {tex!r}: {e}") from None
-        return f'<span class="math {m[1]}">{drawn}</span>'
-    return _KATEX.sub("", _MATH.sub(convert, page))
+        except Exception as e: problems.append(f"equation {tex!r}: {e}")
+        else: return f'<span class="math {m[1]}">{drawn}</span>'
+        return m[0]
+    page = _KATEX.sub("", _MATH.sub(convert, page))
+    if problems: raise DocsError("; ".join(problems))
+    return page
 
 # %% ../../nbs/core/13_docs.ipynb #fa5637f5
 class _Reader(HTMLParser):
@@ -648,13 +670,10 @@ def sidebar(
 @dataclass(frozen=True)
 class Built:
     "What a build made."
-    out: Path
+    folder: Path  # of the site; open its index.html
     pages: int
-    renderer: str
+    renderer: str  # quarto or smalldocs
     seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.pages} pages with {self.renderer} in {self.seconds:.1f} s: {self.out / 'index.html'}"
 
 
 def _prepare(root: Path, scratch: Path, renderer: str) -> int:
@@ -699,7 +718,7 @@ def _finish(site: Path) -> list[str]:
     for file in site.rglob("*.html"):
         text = file.read_text(encoding="utf-8")
         try: file.write_text(equations(text), encoding="utf-8")
-        except DocsError as e: problems.append(f"{file.relative_to(site)}: {e}")
+        except DocsError as e: problems.append(f"{file.relative_to(site).with_suffix('')}: {e}")
     for css in site.rglob("*.css"):  # themes ask for web fonts; the site has its own
         text = css.read_text(encoding="utf-8")
         if "@import url(http" in text: css.write_text(re.sub(r"@import url\(https?:[^)]*\);?", "", text), encoding="utf-8")
@@ -718,15 +737,16 @@ def build_docs(
     start, root = time.monotonic(), home()
     renderer = renderer or ("quarto" if shutil.which("quarto") else "smalldocs")
     if renderer not in ("quarto", "smalldocs"): raise DocsError(f"renderer {renderer!r}: expected quarto or smalldocs")
-    scratch, target = root / "_proc", root / out
+    scratch, target = root / "_proc" / str(os.getpid()), root / out
     if target.exists() and any(target.iterdir()) and not (target / "search.json").exists(): raise DocsError(f"out {str(out)!r}: the folder holds something that isn't a built site")
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    pages = _prepare(root, scratch, renderer)
-    problems = _render(scratch, renderer)
-    if not problems: problems = [*_finish(scratch / "_site"), *broken_links(scratch / "_site")]
-    if problems: raise DocsError(f"the site has {len(problems)} problem(s):\n  " + "\n  ".join(problems))
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.move(scratch / "_site", target)
-    shutil.rmtree(scratch)
+    scratch.mkdir(parents=True)
+    try:
+        pages = _prepare(root, scratch, renderer)
+        problems = _render(scratch, renderer)
+        problems = problems or _finish(scratch / "_site") or broken_links(scratch / "_site")
+        if problems: raise DocsError(f"the site has {len(problems)} problem(s):\n  " + "\n  ".join(problems))
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.move(scratch / "_site", target)
+    finally: shutil.rmtree(scratch, ignore_errors=True)
     return Built(target, pages, renderer, time.monotonic() - start)

@@ -18,6 +18,7 @@ import ctypes
 import difflib
 import errno
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -550,16 +551,21 @@ def _failed_file(job: Job) -> Path:
 
 
 def _short(path: Path) -> str:
-    "A path as a person in the working directory would type it."
-    try: return str(path.relative_to(Path.cwd()))
+    "A path as a person in the checkout would type it."
+    try: return str(path.relative_to(home()))
     except ValueError: return str(path)
 
 # %% ../../nbs/core/11_reproduce.ipynb #8d597da2
+def _import_fast(name: str):
+    "Import a notebook library without the grammar of international addresses that jsonschema would parse first: 2 s per process, used by no notebook."
+    if "jsonschema" not in sys.modules: sys.modules.setdefault("rfc3987_syntax", None)
+    return importlib.import_module(name)
+
+
 def _execute(job: Job, watch: Watch) -> BaseException | None:
     "Let papermill run the notebook; what went wrong is returned."
-    import papermill
-
     try:
+        papermill = _import_fast("papermill")
         papermill.execute_notebook(str(job.notebook), None, dict(job.parameters), kernel_name="python3", language="python", progress_bar=False, cwd=str(job.notebook.parent),
                                    kernel_manager_class=_kernel_manager(watch, kernel_environment(job)), on_cell_start=watch.at,
                                    on_notebook_start=lambda notebook: setattr(watch, "notebook", notebook))
@@ -625,8 +631,7 @@ def run_notebook(
 
 def _finish(job: Job, record: dict, watch: Watch, error: BaseException | None) -> dict:
     "Write the result, then the end of the record."
-    import nbformat
-
+    nbformat = _import_fast("nbformat")
     record |= {"seconds": round(watch.seconds, 2), "peak_mb": round(watch.peak_mb, 1), "state": "done"}
     try:
         job.state.with_suffix(".progress.json").unlink(missing_ok=True)

@@ -161,7 +161,7 @@ def test_tost_speaks_the_ledgers_words():
     assert S.tost(S.Interval(-.2, -.3, -.1, 9), 0.1) == "fails"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(hnp.arrays(float, st.integers(1, 25), elements=st.floats(0, 1)))
 def test_holm_is_statsmodels(p):
     assert np.allclose(S.holm(p), multipletests(p, method="holm")[1], atol=1e-12)
@@ -215,7 +215,7 @@ def test_auroc_intervals_cover():
     truth = scipy.stats.norm.cdf(1 / np.sqrt(2))
     assert 0.93 <= coverage(scores, lambda d, r: S.auroc_ci(d[0], d[1]), truth) <= 0.975
     gap2 = scipy.stats.norm.cdf(0.6 / np.sqrt(2 * 0.98))               # second score: signal 0.6, sd sqrt(.49 + .49)
-    assert 0.93 <= coverage(scores, lambda d, r: S.auroc_diff(*d), truth - gap2) <= 0.975
+    assert 0.92 <= coverage(scores, lambda d, r: S.auroc_diff(*d), truth - gap2, reps=500) <= 0.98
 
 
 def test_delong_agrees_with_the_cluster_bootstrap_of_single_rows():

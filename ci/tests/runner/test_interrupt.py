@@ -1,0 +1,60 @@
+"""A run that is stopped in the middle keeps what is finished, leaves nothing half-written, and goes on from there."""
+
+import fcntl
+import os
+import signal
+
+import pytest
+from checkout import PARAMETERS, Checkout, count, notebook, processes_in, wait_for
+
+
+@pytest.fixture
+def slow(checkout: Checkout) -> Checkout:
+    "Three notebooks, of which the second waits for a file before it ends."
+    pause = "import time\nwhile not (pathlib.Path(os.environ['NEURIPS26_HOME']) / 'go').exists(): time.sleep(0.1)"
+    checkout.paper("toy", {"01_first": notebook(count("01")), "02_second": notebook(count("02"), pause), "90_third": notebook(PARAMETERS, count("90"))})
+    return checkout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+def test_interrupted_and_started_again(slow: Checkout, number: signal.Signals):
+    process = slow.start("reproduce", "toy", "--cores", "1")
+    wait_for(lambda: slow.ran == ["01", "02"] and (slow.runs("toy") / "01_first.ipynb").exists(), what="the second notebook to start")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and err.strip() == "interrupted: finished notebooks are kept; run the same command to go on"
+        assert "executed 1 of 3, skipped 2" in out and out.count("the run was interrupted") == 2
+    else: assert process.returncode == -9
+    wait_for(lambda: not processes_in(slow.root), 20, f"everything to end: {processes_in(slow.root)}")
+    assert slow.outputs("toy") == {"01_first"} and slow.record("toy", "02_second")["state"] != "done"
+
+    (slow.root / "go").touch()
+    slow.forget()
+    again = slow.run("reproduce", "toy", "--cores", "1")
+    assert again.code == 0, again.err
+    assert "executed 2 of 3, skipped 1" in again.out and slow.ran == ["02", "90"]
+    assert slow.outputs("toy") == {"01_first", "02_second", "90_third"}
+
+
+def test_a_notebook_process_killed_from_outside(slow: Checkout):
+    process = slow.start("reproduce", "toy", "--cores", "1")
+    wait_for(lambda: slow.ran == ["01", "02"], what="the second notebook to start")
+    os.kill(slow.record("toy", "02_second")["pid"], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "executed 2 of 3, skipped 0, failed 1" in out
+    assert err.strip() == "FAILED toy/02_second: its process was killed from outside (out of memory, or ended by the cluster): run it again with fewer --cores or more memory"
+    wait_for(lambda: not processes_in(slow.root), 20, "its kernel to end")
+    assert slow.outputs("toy") == {"01_first", "90_third"}
+
+
+def test_two_runs_in_one_folder(checkout: Checkout):
+    checkout.paper("toy", {"01_a": notebook("1")})
+    folder = checkout.runs("toy") / "run.d"
+    folder.mkdir(parents=True)
+    with open(folder / ".lock", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        f.write("4321")
+        f.flush()
+        result = checkout.run("reproduce", "toy")
+    assert result.code == 1 and result.error == "error: another run (process 4321) is working in runs/smoke/toys/toy: wait until it ends, or choose another folder with --out"
