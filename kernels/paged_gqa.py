@@ -42,6 +42,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from neurips26_lit.core.kernels import KernelSpec
+
 try:
     import triton
     import triton.language as tl
@@ -309,11 +311,11 @@ def config(arch: int, dtype: torch.dtype, page: int, D: int, rows: int) -> tuple
     small = arch in (86, 89, 120)                          # 99 KiB of shared memory per block instead of 163 or 227
     if dtype == torch.float32:                             # exact products run on the ordinary cores
         shape, options = dict(BLOCK_M=64, BLOCK_N=16), dict(num_warps=8, num_stages=1)
-    else:                                                  # one stage more than buffers: the page ids are loaded a stage ahead
+    else:                                                  # five stages hold three buffers: page ids are loaded ahead of pages
         widest = 32 if small and D > 64 else 64
         shape = dict(BLOCK_M=64 if rows <= 64 else 128, BLOCK_N=min(page, widest))
-        options = dict(num_warps=4 if rows <= 64 else 8, num_stages=3 if small else 4)
-    return dict(**shape, BLOCK_D=block_d(D)), options
+        options = dict(num_warps=4 if rows <= 64 else 8, num_stages=5)
+    return dict(**shape, BLOCK_D=block_d(D)), dict(**options, maxnreg=255)  # without the cap some tiles trade spills for occupancy
 
 
 def _arch(device: torch.device) -> int:
@@ -385,6 +387,28 @@ def auto_splits(q: Tensor, R: int, nq: int, n: int, q_block: int, page: int) -> 
     programs = q.shape[0] * R * nq * math.ceil(q_block / (block_m // G))
     wanted = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
     return 1 if programs >= wanted else max(1, min(math.ceil(wanted / programs), n, 16))
+
+
+def specs(arch: int) -> list[KernelSpec]:
+    "Every configuration that the launchers can choose on an architecture, for compilation without a GPU."
+    short, found = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}, {}
+
+    def add(kernel, label: str, pointers: dict[str, str], constexprs: dict, options: dict, aligned: tuple[str, ...]) -> None:
+        numbers = {a: "fp32" if a == "scale" else "i32" for a in kernel.arg_names if a not in pointers and a not in constexprs}
+        found[kernel.__name__, label] = KernelSpec(kernel, label, {**pointers, **numbers}, constexprs, options, aligned)
+
+    tables = {"ids": "*i32", "pages": "*i32", "counts": "*i32", "seq_lens": "*i32", "lse": "*fp32"}
+    for dtype, page, D, rows in product(TYPES, PAGES, HEAD_SIZES, (64, 128)):
+        constexprs, options = config(arch, dtype, page, D, rows)
+        for out in {short[dtype], "fp32"}:                 # fp32: the parts of a split table
+            label = f"{short[dtype]} -> {out} M{constexprs['BLOCK_M']} N{constexprs['BLOCK_N']} D{D}"
+            pointers = {**dict.fromkeys(("q", "k", "v"), f"*{short[dtype]}"), "out": f"*{out}", **tables}
+            add(prefill_kernel, label, pointers, constexprs, options, ("q", "k", "v", "out"))
+    for dtype, D in product(TYPES, HEAD_SIZES):
+        pointers = {"parts": "*fp32", "lses": "*fp32", "out": f"*{short[dtype]}", "lse": "*fp32"}
+        add(merge_kernel, f"{short[dtype]} D{D}", pointers, dict(BLOCK_R=MERGE_ROWS, BLOCK_D=D), dict(num_warps=4), ("parts", "out"))
+    add(union_kernel, "bool", {"mask": "*u8", "ids": "*i32", "counts": "*i32"}, UNION, dict(num_warps=4), ())
+    return list(found.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -585,3 +609,19 @@ def prefill_bytes(
     "q and out once, and every selected page once (least: re-reads hit L2) or once per query tile (most)."
     rows, pages = 2 * math.prod(q_shape) * itemsize, 2 * page * q_shape[-1] * itemsize * int(counts.sum())
     return rows + pages, rows + pages * tiles
+
+
+def examples() -> list[tuple[object, tuple]]:
+    "Small calls of the operators, for `torch.library.opcheck`."
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for dtype, q_block in ((torch.float32, 5), (torch.float16, 5), (torch.float32, 2)):
+        q = torch.randn(2, 4, 5, 16, generator=generator).to(dtype)
+        k, v = (torch.randn(12, 16, 16, generator=generator).to(dtype) for _ in range(2))
+        nq = -(-5 // q_block)
+        pages = torch.randperm(12, generator=generator)[:8].view(2, 2, 1, 2).expand(2, 2, nq, 2).int().contiguous()
+        ids = torch.tensor([0, 1], dtype=torch.int32).expand(2, 2, nq, 2).contiguous()
+        counts, lens = torch.full((2, 2, nq), 2, dtype=torch.int32), torch.tensor([32, 31], dtype=torch.int32)
+        calls.append((paged_prefill_op, (q, k, v, ids, pages, counts, lens, 26, q_block, 0.25, 1)))
+    mask = torch.rand(2, 4, 3, 9, generator=generator) < 0.3
+    return [*calls, (union_tables_op, (mask, 2, 1, 1))]

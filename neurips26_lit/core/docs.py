@@ -290,22 +290,28 @@ def _class(node: ast.ClassDef, comments: dict[int, str]) -> Symbol:
     return out
 
 
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    "Names that an assignment binds; a tuple binds several."
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [n.id for t in targets for n in (t.elts if isinstance(t, ast.Tuple) else [t]) if isinstance(n, ast.Name)]
+
+
 def module_symbols(
     file: Path,  # a Python file
 ) -> list[Symbol]:
     "The public symbols of a module, in the order of its text: `__all__` when it has one, else names without an underscore."
     source = Path(file).read_text(encoding="utf-8")
     tree, comments = ast.parse(source), _comments(source)
-    assigned = {t.id: n for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
-    public = set(ast.literal_eval(assigned["__all__"].value)) if "__all__" in assigned else None
+    listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and _targets(n) == ["__all__"]]
+    public = set(ast.literal_eval(listed[0])) if listed else None
     wanted = lambda name: name in public if public is not None else not name.startswith("_")
     out = []
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and wanted(node.name):
             out.append(Symbol(node.name, "function", _signature(node.name, node), ast.get_docstring(node) or "", _parameters(node, comments)))
         elif isinstance(node, ast.ClassDef) and wanted(node.name): out.append(_class(node, comments))
-        elif isinstance(node, ast.Assign) and public is not None:
-            out += [Symbol(t.id, "value", t.id, comments.get(node.end_lineno, "")) for t in node.targets if isinstance(t, ast.Name) and wanted(t.id)]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and public is not None:
+            out += [Symbol(name, "value", name, comments.get(node.end_lineno, "")) for name in _targets(node) if wanted(name)]
     return out
 
 # %% ../../nbs/core/13_docs.ipynb #67064415
@@ -399,7 +405,7 @@ def _execute(cell: dict, shell: list) -> None:
 
     if not shell: shell.append(CaptureShell())
     shell[0].cell(cell)
-    if shell[0].exc: raise DocsError(f"a cell marked exec_doc failed: {type(shell[0].exc[1]).__name__}: {shell[0].exc[1]}")
+    if (e := shell[0].exc): raise DocsError(f"cell {cell.get('id')}: marked exec_doc, it failed: {type(e).__name__}: {e}")
 
 
 def _drawings(source: str, folder: Path) -> str:

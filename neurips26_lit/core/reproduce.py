@@ -416,12 +416,15 @@ class Watch:
     peak_mb: float = 0.0
     mb: float = 0.0
     started: float = field(default_factory=time.monotonic)
+    working: float | None = None  # when the first cell began
     stopped: str | None = None  # why it was stopped from outside
     _children: list = field(default_factory=list)
     _looked: float = 0.0
 
     @property
     def seconds(self) -> float: return time.monotonic() - self.started
+    @property
+    def worked(self) -> float: return time.monotonic() - self.working if self.working else 0.0
 
     def processes(self) -> list:
         "The kernel and its descendants; the list is renewed once a second."
@@ -446,8 +449,15 @@ class Watch:
         import psutil
 
         self.stopped = self.stopped or why
-        self._looked = 0.0
-        for p in reversed(self.processes()):
+        known, self._looked = self._children, 0.0
+        for p in {*known, *self.processes()}:
+            with contextlib.suppress(psutil.Error): p.kill()
+
+    def sweep(self) -> None:
+        "End what the notebook started and left behind."
+        import psutil
+
+        for p in self._children[1:]:
             with contextlib.suppress(psutil.Error): p.kill()
 
     def last_line(self) -> str:
@@ -461,7 +471,7 @@ class Watch:
 
     def at(self, cell, cell_index: int) -> None:
         "papermill is about to execute this cell."
-        self._position = cell_index
+        self._position, self.working = cell_index, self.working or time.monotonic()
         self.cell = sum("injected-parameters" not in c.metadata.get("tags", []) for c in self.notebook.cells[: cell_index + 1])
 
 
@@ -576,8 +586,8 @@ def _execute(job: Job, watch: Watch) -> BaseException | None:
 def _over_limit(job: Job, watch: Watch) -> str | None:
     "Why the notebook must stop now."
     yml = f"raise resources.{job.notebook.stem}.{job.scale} in {_short(job.notebook.parent / 'paper.yml')}" if paper_of(job.notebook.parent) else "shared notebooks keep to the budget"
-    if job.seconds and watch.seconds > job.seconds:
-        return f"stopped after {watch.seconds:.0f} s; its limit at {job.scale} is {job.seconds:g} s ({PATIENCE} × the budget of {job.budget.seconds:g} s): make it shorter, or {yml}"
+    if job.seconds and watch.worked > job.seconds:
+        return f"stopped after {watch.worked:.0f} s; its limit at {job.scale} is {job.seconds:g} s ({PATIENCE} × the budget of {job.budget.seconds:g} s): make it shorter, or {yml}"
     if job.budget.mb and watch.mb > job.budget.mb:
         return f"stopped at {watch.mb:.0f} MB; its limit at {job.scale} is {job.budget.mb:g} MB: use less memory, or {yml}"
     return None
@@ -622,10 +632,11 @@ def run_notebook(
         worker.join(0.25)
         watch.measure()
         why = stop() or _over_limit(job, watch)
-        if why and not watch.stopped: watch.kill(why)
+        if why or watch.stopped: watch.kill(why)
         if watch.stopped and stop(): break
         ticks += 1
         if ticks % 2: _show_progress(job, watch, run)
+    watch.sweep()
     return _finish(job, record, watch, box[0] if box else InterruptedError(watch.stopped))
 
 

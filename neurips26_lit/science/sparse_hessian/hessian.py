@@ -165,7 +165,7 @@ def dense_hessian(
 ) -> Float[Tensor, "3n 3n"]:    # eV/Å²
     "The Hessian from 3n products, one per coordinate."
     size = pos.numel()
-    return hvps(energy_fn, pos, torch.eye(size, dtype=pos.dtype).reshape(size, *pos.shape), chunk).reshape(size, size).T
+    return hvps(energy_fn, pos, torch.eye(size, dtype=pos.dtype, device=pos.device).reshape(size, *pos.shape), chunk).reshape(size, size).T
 
 
 def finite_difference_hessian(
@@ -177,7 +177,7 @@ def finite_difference_hessian(
     def gradient(x):
         x = x.detach().clone().requires_grad_(True)
         return torch.autograd.grad(energy_fn(x), x)[0].flatten()
-    steps = h * torch.eye(pos.numel(), dtype=pos.dtype).reshape(-1, *pos.shape)
+    steps = h * torch.eye(pos.numel(), dtype=pos.dtype, device=pos.device).reshape(-1, *pos.shape)
     rows = torch.stack([(gradient(pos + s) - gradient(pos - s)) / (2 * h) for s in steps])
     return (rows + rows.T) / 2
 

@@ -216,17 +216,21 @@ class ANI1x(LocalEnergy):
     def __init__(self, aev: nn.Module, networks: list[nn.Module], self_energies: Tensor):
         self.aev, self.networks, self.self_energies = aev, networks, self_energies
 
+    def to(self, device: str) -> "ANI1x":
+        "The same potential with its weights on another device."
+        return ANI1x(self.aev.to(device), [net.to(device) for net in self.networks], self.self_energies.to(device))
+
     def atomic_energies(self, numbers, pos, cell=None, pbc=False) -> Float[Tensor, "n"]:
         "Energy of each atom with its self energy, eV."
-        numbers = torch.as_tensor(np.asarray(numbers)).long()
+        numbers = torch.as_tensor(np.asarray(numbers), device=pos.device).long()
         species = torch.full_like(numbers, -1)
         for k, z in enumerate((1, 6, 7, 8)): species[numbers == z] = k
         if (species < 0).any(): raise ValueError(f"numbers: ANI-1x knows H, C, N, O; atom {int((species < 0).nonzero()[0])} is element {int(numbers[species < 0][0])}")
         lattice = {}
         if np.any(pbc):
-            cell = torch.as_tensor(np.asarray(cell), dtype=torch.float64)
-            periodic = torch.as_tensor(np.broadcast_to(np.asarray(pbc, dtype=bool), 3).copy())
-            home = torch.floor(torch.as_tensor(_plain(pos)) @ cell.inverse()) * periodic
+            cell = torch.as_tensor(np.asarray(cell), dtype=torch.float64, device=pos.device)
+            periodic = torch.as_tensor(np.broadcast_to(np.asarray(pbc, dtype=bool), 3).copy(), device=pos.device)
+            home = torch.floor(torch.as_tensor(_plain(pos), device=pos.device) @ cell.inverse()) * periodic
             pos, lattice = pos - home @ cell, {"cell": cell, "pbc": periodic}  # torchani expects atoms inside the cell
         features = self.aev((species[None], pos.double()[None]), **lattice).aevs
         energies = sum(net._atomic_energies((species[None], features)) for net in self.networks)[0] / len(self.networks)
@@ -312,7 +316,7 @@ class LocalPotential(LocalEnergy, nn.Module):
         "Energy of each atom, eV."
         return self.from_neighbours(numbers, pos, neighbour_list(_plain(pos), self.cutoff, cell, pbc))
 
-# %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #fbdae7f3
+# %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #37c5f091
 @dataclass
 class History:
     "What happened during a fit."
@@ -387,7 +391,7 @@ def fit_potential(
         history.loss.append(loss.item()); history.force_mae.append(force_error.abs().mean().item())
     return history
 
-# %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #5d34d7a1
+# %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #8bcbd8c1
 PUBLISHED_REACH = {  # name: [(cutoff in Å, layers), ...], one entry per kind of hop
     "ANI-1x": [(5.2, 1)],
     "MACE-OFF23 small": [(4.5, 2)],
@@ -408,7 +412,7 @@ def published_pattern(
     hops = [neighbour_matrix(pos, cutoff, cell, pbc) for cutoff, layers in PUBLISHED_REACH[name] for _ in range(layers)]
     return hessian_pattern(hops, len(hops))
 
-# %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #cf9a01c4
+# %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #e7f9b14e
 def _edges(pos: Tensor, cutoff: float, cell, pbc) -> tuple:
     "Sender, receiver, translation and unit-cell translation as message-passing packages want them, and the cell."
     near = neighbour_list(_plain(pos), cutoff, cell, pbc)
