@@ -40,6 +40,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from neurips26_lit.core.kernels import KernelSpec
+
 try:
     import triton
     import triton.language as tl
@@ -168,7 +170,7 @@ def column_kernel(
     q, k, v, pooled_k, pooled_v, c, lse,
     sqb, sqt, sq1, sq2, sqh, skb, skt, sk1, sk2, skh, svb, svt, sv1, sv2, svh,
     A, F, B1, B2, H, D8, a0, causal, scale,
-    BLOCK_J: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     "R of BLOCK_J queries of row k in tile a against row k of tile f: its summaries, c and lse. Grid (A * F * B1 * J tiles, B * H)."
     pid, bh = tl.program_id(0), tl.program_id(1)
@@ -196,7 +198,7 @@ def column_kernel(
     acc_v = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
     for start in range(0, columns, BLOCK_L):
         col = start + tl.arange(0, BLOCK_L)
-        ok = (col < B2)[:, None] if EVEN_D else (col < B2)[:, None] & dim_ok[None, :]
+        ok = (col < B2)[:, None] & dim_ok[None, :]
         keys = tl.load(k + at_k + col[:, None] * (sk2 * 8) + dim[None, :], mask=ok, other=0.0)
         z = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         z = tl.where((col < B2)[None, :], z, -float("inf"))
@@ -227,7 +229,7 @@ def row_kernel(
     q, pooled_k, pooled_v, c, out, lse,
     sqb, sqt, sq1, sq2, sqh, sob, sot, so1, so2, soh, slb, slh, sla,
     A, F, B1, B2, H, D8, a0, causal, scale,
-    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     "Attention of BLOCK_I queries of column j in tile a over the F * B1 summaries of (a, j). Grid (A * B2 * I tiles, B * H)."
     pid, bh = tl.program_id(0), tl.program_id(1)
@@ -252,7 +254,7 @@ def row_kernel(
     for start in range(0, count, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         n_ok = n < count
-        load = n_ok[:, None] if EVEN_D else n_ok[:, None] & dim_ok[None, :]
+        load = n_ok[:, None] & dim_ok[None, :]
         keys = tl.load(pooled_k + (first + n)[:, None] * D + dim[None, :], mask=load, other=0.0)
         bias = tl.load(c + first + n, mask=n_ok, other=0.0) * 1.4426950408889634
         s = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale - bias[None, :]
@@ -277,7 +279,7 @@ def row_dq_kernel(
     q, grad, pooled_k, pooled_v, c, lse, delta, dq,
     sqb, sqt, sq1, sq2, sqh, sgb, sgt, sg1, sg2, sgh, sob, sot, so1, so2, soh, slb, slh, sla,
     A, F, B1, B2, H, D8, a0, causal, scale,
-    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     "The row pass's share of dq (float32, written, strides so*): a loop over summaries. Grid as row_kernel."
     pid, bh = tl.program_id(0), tl.program_id(1)
@@ -305,7 +307,7 @@ def row_dq_kernel(
     for start in range(0, count, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         n_ok = n < count
-        load = n_ok[:, None] if EVEN_D else n_ok[:, None] & dim_ok[None, :]
+        load = n_ok[:, None] & dim_ok[None, :]
         keys = tl.load(pooled_k + (first + n)[:, None] * D + dim[None, :], mask=load, other=0.0)
         values = tl.load(pooled_v + (first + n)[:, None] * D + dim[None, :], mask=load, other=0.0)
         bias = tl.load(c + first + n, mask=n_ok, other=0.0) * 1.4426950408889634
@@ -323,7 +325,7 @@ def row_dkv_kernel(
     q, grad, pooled_k, pooled_v, c, lse, delta, gk, gv, gc, inner,
     sqb, sqt, sq1, sq2, sqh, sgb, sgt, sg1, sg2, sgh, slb, slh, sla,
     A, F, B1, B2, H, D8, a0, causal, scale,
-    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     "Gradients of BLOCK_N summaries of (a, j), and inner = gk . pooled_k + gv . pooled_v. Grid (A * B2 * N tiles, B * H)."
     pid, bh = tl.program_id(0), tl.program_id(1)
@@ -351,7 +353,7 @@ def row_dkv_kernel(
     for start in range(0, B1, BLOCK_I):
         i = start + tl.arange(0, BLOCK_I)
         i_ok = i < B1
-        load = i_ok[:, None] if EVEN_D else i_ok[:, None] & dim_ok[None, :]
+        load = i_ok[:, None] & dim_ok[None, :]
         query = tl.load(q + at_q + i[:, None] * (sq1 * 8) + dim[None, :], mask=load, other=0.0)
         g_out = tl.load(grad + at_g + i[:, None] * (sg1 * 8) + dim[None, :], mask=load, other=0.0)
         norm = tl.load(lse + at_l + i, mask=i_ok, other=0.0) * 1.4426950408889634
@@ -376,7 +378,7 @@ def column_dq_kernel(
     q, k, v, gk, gv, c, lse, gc, inner, dq,
     sqb, sqt, sq1, sq2, sqh, skb, skt, sk1, sk2, skh, svb, svt, sv1, sv2, svh, sob, sot, so1, so2, soh,
     A, F, B1, B2, H, D8, a0, causal, scale,
-    BLOCK_J: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     "The column pass's share of dq, added to the row pass's: BLOCK_J queries of row k in tile a, a loop over (f, l). Grid (A * B1 * J tiles, B * H)."
     pid, bh = tl.program_id(0), tl.program_id(1)
@@ -405,7 +407,7 @@ def column_dq_kernel(
         g_keys = tl.load(gk + at[:, None] * D + dim[None, :], mask=ok, other=0.0)
         g_values = tl.load(gv + at[:, None] * D + dim[None, :], mask=ok, other=0.0)
         col = step % steps * BLOCK_L + tl.arange(0, BLOCK_L)
-        load = (col < B2)[:, None] if EVEN_D else (col < B2)[:, None] & dim_ok[None, :]
+        load = (col < B2)[:, None] & dim_ok[None, :]
         at_k = (b * skb + f.to(tl.int64) * skt + row * sk1 + h * skh) * 8
         at_v = (b * svb + f.to(tl.int64) * svt + row * sv1 + h * svh) * 8
         keys = tl.load(k + at_k + col[:, None] * (sk2 * 8) + dim[None, :], mask=load, other=0.0)
@@ -427,7 +429,7 @@ def column_dkv_kernel(
     q, k, v, gk, gv, c, lse, gc, inner, dk, dv,
     sqb, sqt, sq1, sq2, sqh, skb, skt, sk1, sk2, skh, svb, svt, sv1, sv2, svh, sob, sot, so1, so2, soh,
     A, F, B1, B2, H, D8, a0, causal, scale,
-    BLOCK_J: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     "dk and dv (float32, added to, strides so*) of BLOCK_L keys of row k in tile f: a loop over (a, j). Grid (F * B1 * L tiles, B * H)."
     pid, bh = tl.program_id(0), tl.program_id(1)
@@ -453,7 +455,7 @@ def column_dkv_kernel(
         a = step // steps
         j = step % steps * BLOCK_J + tl.arange(0, BLOCK_J)
         j_ok = j < B2
-        load = j_ok[:, None] if EVEN_D else j_ok[:, None] & dim_ok[None, :]
+        load = j_ok[:, None] & dim_ok[None, :]
         at_q = (b * sqb + a.to(tl.int64) * sqt + row * sq1 + h * sqh) * 8
         query = tl.load(q + at_q + j[:, None] * (sq2 * 8) + dim[None, :], mask=load, other=0.0)
         at = (((bh.to(tl.int64) * A + a) * B2 + j) * F + f) * B1 + row
@@ -493,10 +495,15 @@ def block_d(D: int) -> int:
 
 def config(name: str, arch: int, dtype: torch.dtype, D: int) -> tuple[dict, dict]:
     "(constexprs, launch options) of a kernel for an architecture (90 = sm_90): two tile sides, warps and stages."
-    side = 32 if dtype == torch.float32 else 64            # exact products run on the ordinary cores
-    sides = dict(BLOCK_J=side, BLOCK_L=side) if name in COLUMN else dict(BLOCK_I=32, BLOCK_N=side)
-    options = dict(num_warps=8 if D > 64 and name not in ("row", "row_dq") else 4, num_stages=1)
-    return dict(**sides, BLOCK_D=block_d(D), EVEN_D=D == block_d(D)), options
+    wide = D > 64
+    if dtype == torch.float32:                             # exact products run on the ordinary cores and hold whole rows in registers
+        sides = {"row": (32, 16)}.get(name, (16, 16))
+        warps = 4 if name in ("column", "column_dq", "row_dq") else 8
+    else:
+        sides = {"column": (64, 64), "column_dq": (64, 32), "column_dkv": (16 if wide and arch == 90 else 32, 64), "row_dkv": (32, 32 if wide else 64)}.get(name, (32, 64))
+        warps = 4 if name in ("row", "row_dq") else 8
+    axes = ("BLOCK_J", "BLOCK_L") if name in COLUMN else ("BLOCK_I", "BLOCK_N")
+    return dict(zip(axes, sides), BLOCK_D=block_d(D)), dict(num_warps=warps, num_stages=1, maxnreg=255)
 
 
 def _arch(device: torch.device) -> int:
@@ -599,6 +606,24 @@ def launch_backward(
         rows = (x[:, hs, at] for x in (lse, delta))
         launch.backward(grad[:, at, :, :, hs], *rows, dq[:, at, :, :, hs], dk[:, :, :, :, hs], dv[:, :, :, :, hs])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+FLOAT_STATISTICS, GRADIENTS = ("c", "lse", "delta", "gc", "inner"), ("dq", "dk", "dv")
+
+
+def specs(arch: int) -> list[KernelSpec]:
+    "Every configuration that the launchers can choose on an architecture, for compilation without a GPU."
+    short, found = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}, []
+    for dtype, D, name in product(TYPES, HEAD_SIZES, KERNELS):
+        kernel, (constexprs, options) = KERNELS[name], config(name, arch, dtype, D)
+        numbers = lambda a: "fp32" if a == "scale" else "i32"
+        pointer = lambda a: "*fp32" if a in (*FLOAT_STATISTICS, *GRADIENTS) else f"*{short[dtype]}"
+        arguments = [a for a in kernel.arg_names if a not in constexprs]
+        cut = next(n for n, a in enumerate(arguments) if a.startswith("s"))              # pointers first, then strides, sizes and scale
+        types = {a: pointer(a) if n < cut else numbers(a) for n, a in enumerate(arguments)}
+        sides = " ".join(f"{axis[-1]}{size}" for axis, size in constexprs.items() if axis.startswith("BLOCK"))
+        found.append(KernelSpec(kernel, f"{short[dtype]} {sides}", types, constexprs, options, tuple(a for a in arguments[:cut] if a not in FLOAT_STATISTICS)))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -717,3 +742,16 @@ def monarch_bytes(
     pairs = seen_pairs(A, F, causal)
     statistics = pairs * B * H * b1 * b2 * 4
     return (2 * A + 2 * F) * tile, (A + A) * tile + pairs * (3 + 2 + 2) * tile + 3 * statistics
+
+
+def examples() -> list[tuple[object, tuple]]:
+    "Small calls of the operators, for `torch.library.opcheck`."
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for dtype, causal in ((torch.float32, 0), (torch.float16, 1), (torch.float64, 0)):
+        q, k, v, grad = (torch.randn(1, 2, 2, 3, 2, 8, generator=generator).to(dtype) for _ in range(4))
+        calls.append((forward_op, (*(x.clone().requires_grad_() for x in (q, k, v)), 0.25, causal)))
+        wide = torch.promote_types(dtype, torch.float32)
+        delta, lse = (torch.randn(1, 2, 2, 3, 2, generator=generator).to(wide) for _ in range(2))
+        calls.append((backward_op, (grad, q, k, v, delta, lse, 0.25, causal)))
+    return calls

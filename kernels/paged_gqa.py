@@ -133,7 +133,7 @@ def prefill_reference(
 def union_reference(mask: Tensor, subgroup: int, keep_recent: int, current: int) -> tuple[Tensor, Tensor]:
     "(ids [B, Hq // subgroup, nk] ascending and -1 padded, counts): blocks that any head or query block selected, or forced."
     B, Hq, _, nk = mask.shape
-    keep = mask.view(B, Hq // subgroup, -1, nk).any(2)
+    keep = mask.reshape(B, Hq // subgroup, -1, nk).any(2)
     keep[..., max(nk - current - keep_recent, 0):] = True
     order = torch.where(keep, torch.arange(nk, device=mask.device), nk).sort(-1).values
     return torch.where(order < nk, order, -1).int(), keep.sum(-1).int()

@@ -127,11 +127,11 @@ def _stdlib() -> dict[str, str]:
     root, skip = Path(sysconfig.get_paths()["stdlib"]), {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "idlelib", "turtledemo", "ensurepip"}
     found = {}
     for folder, inner, files in os.walk(root):
-        inner[:] = sorted(d for d in inner if d not in skip and not d.startswith("config-"))
-        for f in sorted(files):
+        inner[:] = [d for d in inner if d not in skip and not d.startswith("config-")]
+        for f in files:
             if f.endswith(".py") and not f.startswith("_sysconfigdata"):
                 found[(Path(folder) / f).relative_to(root).as_posix()] = (Path(folder) / f).read_text(encoding="utf-8", errors="replace")
-    return found
+    return dict(sorted(found.items()))
 
 
 def stdlib_source() -> tuple[dict[str, str], Provenance]:  # "json/decoder.py" -> source, sorted by path
@@ -201,7 +201,7 @@ def _plain(rows: list[dict]) -> list[dict]:
     out = []
     for r in rows:
         given, options = r["answer"], _options(r.get("options", ""))
-        answers = tuple(map(str, given)) if isinstance(given, list) else (re.sub(r"^[A-Z]\.\s", "", str(given)).strip() if options else str(given).strip(),)
+        answers = tuple(str(a).strip() for a in given if str(a).strip()) if isinstance(given, list) else (re.sub(r"^[A-Z]\.\s", "", str(given)).strip() if options else str(given).strip(),)
         out.append({"question": r["question"].strip(), "passage": r.get("passage", ""), "answers": answers, "options": options})
     return out
 

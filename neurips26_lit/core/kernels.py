@@ -288,7 +288,10 @@ def _compiled(name: str, recompile: bool) -> tuple[int, list[str]]:
     if not recompile and not stale(name):
         rows = [Resource(**r) for r in _record(name)["rows"]]
         return len(rows), [line for r in rows for line in problems(r)]
+    print(f"{name}: compiling every configuration for {len(ARCHS)} architectures; this takes minutes", file=sys.stderr, flush=True)
+    before = _digest(name)
     rows, failed = compile_all(name)
+    if _digest(name) != before: failed.append(f"kernels/{name}.py: changed while it was compiled; run again")
     if not failed: save_resources(name, rows)
     return len(rows), failed
 

@@ -10,6 +10,7 @@ __all__ = ['SHIPPED', 'SITES', 'MissingModel', 'Shipped', 'shipped_path', 'cache
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -20,6 +21,7 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Callable, Iterator, Literal, Sequence
+from urllib.parse import urlsplit
 
 import torch
 from jaxtyping import Float, Int
@@ -76,12 +78,11 @@ def cache_dir() -> Path:  # exists after the call
 
 @contextmanager
 def _quiet():
-    "No progress bars while a model loads; the GGUF reader's own bar ignores transformers' switch."
+    "No progress bars of transformers while a model loads."
     from transformers.utils import logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    try:
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere): yield
+    try: yield
     finally:
         if shown: logging.enable_progress_bar()
 
@@ -90,7 +91,8 @@ def _read_gguf(path: Path):
     "The model of a GGUF file in float32 as a plain model: no trace of quantisation is left in its configuration."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress bar knows no switch
+        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     config = type(read.config).from_dict({k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
     model = type(read)(config)
     model.load_state_dict(read.state_dict())
@@ -122,6 +124,28 @@ def converted(
     return target
 
 # %% ../../nbs/core/07_models.ipynb #08583e36
+def _reachable(host: str) -> bool:
+    "Can the host's name be resolved? Behind a proxy that can't be told from here, so yes."
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")): return True
+    try: return bool(socket.getaddrinfo(host, 443))
+    except OSError: return False
+
+
+def _from_pretrained(place: str | Path, **kwargs):
+    "Model and tokenizer of a folder or a hub name; without a network the hub's local cache is all there is."
+    from huggingface_hub import constants
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    local = Path(place).is_dir()
+    only = {} if local or _reachable(urlsplit(constants.ENDPOINT).hostname) else {"local_files_only": True}
+    try:
+        with _quiet(): return AutoModelForCausalLM.from_pretrained(place, **kwargs, **only), AutoTokenizer.from_pretrained(place, **only)
+    except (OSError, ValueError) as e:
+        reason = " ".join(str(e).split())[:160]
+        if local: raise MissingModel(f"the folder {Path(place).name} doesn't hold a causal language model with its tokenizer ({reason})") from e
+        raise MissingModel(f"{place} is not on this machine and the model hub didn't give it ({reason}): where there is access, "
+                           f"run hf download {place} --local-dir FOLDER, then load_lm('FOLDER')") from e
+
+
 def load_lm(
     name: str = "smollm2",  # "smollm2", a hub name such as "org/model", or a folder
     *,
@@ -129,20 +153,11 @@ def load_lm(
     device: str | torch.device = "cpu",  # where to put them
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":  # the model in eval mode, its tokenizer
     "A causal language model and its tokenizer. `MissingModel` when it can't be had here."
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     if name in SHIPPED and not SHIPPED[name].file.endswith(".gguf"): raise ValueError(f"name: {name!r} is not a language model; use load_embedder()")
     if name not in SHIPPED and "/" not in str(name) and not Path(name).is_dir():
         lms = [n for n, s in SHIPPED.items() if s.file.endswith(".gguf")]
         raise ValueError(f"name: unknown model {name!r}; expected {', '.join(lms)}, a hub name such as 'org/model', or a folder")
-    place = converted(name) if name in SHIPPED else name
-    try:
-        with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(place)
-            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    except (OSError, ValueError) as e:
-        first = str(e).strip().splitlines()[0][:160]
-        raise MissingModel(f"{name} could not be loaded ({first}); it needs access to the model hub once, or a folder with its files: "
-                           f"hf download {name} --local-dir FOLDER, then load_lm('FOLDER')") from e
+    model, tokenizer = _from_pretrained(converted(name) if name in SHIPPED else name, dtype=dtype)
     return model.to(device).eval(), tokenizer
 
 # %% ../../nbs/core/07_models.ipynb #830a5a71

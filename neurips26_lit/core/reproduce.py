@@ -841,6 +841,7 @@ def outcome(
     spoken: dict[str, str],  # job name -> error that the engine passed on
     failed: set[str],  # ids of the jobs that failed before
     interrupted: bool,
+    engine: str,  # what the engine said last
 ) -> Outcome:
     "Read off the record what became of a job."
     record = read_record(job)
@@ -853,16 +854,26 @@ def outcome(
     waits = [i.rpartition("/")[2] for i in job.after if i in failed]
     if waits: return Outcome(job, "skipped", f"needs {waits[0]}, which failed")
     if mine: return Outcome(job, "failed", f"{job.name}: its process was killed from outside (out of memory, or ended by the cluster): run it again with fewer --cores or more memory")
-    return Outcome(job, "failed", f"{job.name}: never started")
+    return Outcome(job, "failed", f"{job.name}: never started; the engine said: {engine}")
+
+
+_NOISE = re.compile(r"message: None|At least one job did not complete|Exiting because|exited with non-zero|Error in rule|CalledProcessError|RuleException")
+
+
+def _telling(lines: list[str]) -> str:
+    "The line of the engine's output that says most about what went wrong."
+    said = [line.strip() for line in lines if line.strip() and not _NOISE.search(line)]
+    pick = [i for i, line in enumerate(said) if re.match(r"message: ", line)] or [i for i, line in enumerate(said) if re.search(r"(?i)error|exception|denied|invalid|fatal", line)]
+    if not pick: return said[-1][:300] if said else "nothing"
+    text = said[pick[0]].removeprefix("message: ")
+    return " ".join([text, *said[pick[0] + 1:pick[0] + 2]] if text.endswith(":") else [text])[:300]
 
 
 def _engine_failure(settings: Settings, lines: list[str]) -> RunError:
     "The engine itself failed: its most telling line, and where the rest stands."
     if any("No space left on device" in line or "Disk quota exceeded" in line for line in lines): return RunError(disk_message(OSError(errno.ENOSPC, ""), settings.out))
-    told = [line.strip() for line in lines if re.search(r"(?i)error|exception|denied|invalid|not found", line)] or [line for line in lines if line.strip()] or ["no output"]
     logs = sorted((settings.out / ".snakemake" / "log").glob("*.log"))
-    after = next((lines[i + 1].strip() for i, line in enumerate(lines[:-1]) if line.strip() == told[-1] and line.rstrip().endswith(":")), "")
-    return RunError(f"the engine stopped: {' '.join([told[-1], after])[:300].strip()}; its log is {_short(logs[-1]) if logs else 'empty'}")
+    return RunError(f"the engine stopped: {_telling(lines)}; its log is {_short(logs[-1]) if logs else 'empty'}")
 
 
 def collect(settings: Settings, jobs: list[Job], lines: list[str], interrupted: bool) -> Report:
@@ -871,7 +882,7 @@ def collect(settings: Settings, jobs: list[Job], lines: list[str], interrupted: 
     failed: set[str] = set()
     rows = []
     for job in sorted(jobs, key=lambda j: len(j.after)):
-        rows.append(outcome(job, settings.run, spoken, failed, interrupted))
+        rows.append(outcome(job, settings.run, spoken, failed, interrupted, _telling(lines)))
         if rows[-1].result == "failed": failed.add(job.id)
     claims = {}
     for folder in sorted({j.folder for j in jobs}):
@@ -1071,7 +1082,7 @@ def reproduce(
                     except Interrupted: interrupted = True
             report = collect(settings, jobs, lines, interrupted)
     except OSError as e: raise RunError(disk_message(e, settings.out)) from None
-    if status and not any(ERROR_MARK in line for line in lines) and all("never started" in reason for reason in report.failures): raise _engine_failure(settings, lines)
+    if status and not any(ERROR_MARK in line for line in lines) and not any(o.result == "executed" for o in report.outcomes) and all(": never started;" in reason for reason in report.failures): raise _engine_failure(settings, lines)
     if save_outputs and report.ok: report.saved = save(report)
     return report
 

@@ -386,7 +386,7 @@ def fit(
     loss_of: Callable[[], Float[Tensor, ""]],  # draws a batch and returns its loss
     steps: int,
     *,
-    lr: float = 2e-3,
+    lr: float = 4e-3,
     warmup: int = 10,  # steps of linear warm-up; cosine decay to a tenth afterwards
     progress: str | None = None,  # label of a progress bar
 ) -> list[float]:  # the loss of each step
@@ -415,7 +415,7 @@ def train_velocity(
     aux_weight: float = 1.0,  # of the layers' own losses (`aux.loss`, or aux itself)
     embed: Callable[[list[str]], Tensor] | None = None,  # captions -> [n text_dim]; None: no text
     batch: int = 4,
-    lr: float = 2e-3,
+    lr: float = 4e-3,
     progress: str | None = None,
     **kwargs,  # handed to the model, such as attn=
 ) -> list[float]:  # total loss of each step

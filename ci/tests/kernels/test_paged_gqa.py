@@ -12,14 +12,14 @@ from pathlib import Path
 import paged
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from neurips26_lit.core import kernels
 from neurips26_lit.kernels import paged_gqa
 
 F32, F16 = torch.float32, torch.float16
-HYPOTHESIS = dict(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+HYPOTHESIS = dict(deadline=None, derandomize=True, database=None, phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ class Checkout:
     def start(self, *arguments: str, **how) -> subprocess.Popen:
         return subprocess.Popen([*CLI, *arguments], cwd=self.root, env=self.env, text=True, stdin=subprocess.DEVNULL, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how})
 
-    def run(self, *arguments: str, timeout: float = 100) -> Result:
+    def run(self, *arguments: str, timeout: float = 240) -> Result:
         "Run the command line in a process of its own."
         process = self.start(*arguments)
         try: out, err = process.communicate(timeout=timeout)
@@ -140,7 +140,7 @@ class Checkout:
         return json.loads((self.runs(slug) / "run.d" / f"{name}.json").read_text())
 
 
-def wait_for(condition, seconds: float = 60, what: str = "") -> None:
+def wait_for(condition, seconds: float = 120, what: str = "") -> None:
     "Wait until the condition holds."
     end = time.monotonic() + seconds
     while not condition():

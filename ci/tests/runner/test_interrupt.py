@@ -10,42 +10,48 @@ from checkout import PARAMETERS, Checkout, count, notebook, processes_in, wait_f
 
 @pytest.fixture
 def slow(checkout: Checkout) -> Checkout:
-    "Three notebooks, of which the second waits for a file before it ends."
+    "A quick notebook, and two that come after it, one at a time, and wait for a file before they end."
     pause = "import time\nwhile not (pathlib.Path(os.environ['NEURIPS26_HOME']) / 'go').exists(): time.sleep(0.1)"
-    checkout.paper("toy", {"01_first": notebook(count("01")), "02_second": notebook(count("02"), pause), "90_third": notebook(PARAMETERS, count("90"))})
+    checkout.paper("toy", {"80_first": notebook(PARAMETERS, count("first")), "90_next": notebook(PARAMETERS, count("next"), pause), "91_next": notebook(PARAMETERS, count("next"), pause)})
     return checkout
+
+
+def _in_the_second(slow: Checkout):
+    "Start a run and wait until its second notebook is being executed."
+    process = slow.start("reproduce", "toy", "--cores", "1")
+    wait_for(lambda: slow.ran == ["first", "next"], what="the second notebook to start")
+    return process, next(name for name in ("90_next", "91_next") if (slow.runs("toy") / "run.d" / f"{name}.json").exists())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 def test_interrupted_and_started_again(slow: Checkout, number: signal.Signals):
-    process = slow.start("reproduce", "toy", "--cores", "1")
-    wait_for(lambda: slow.ran == ["01", "02"] and (slow.runs("toy") / "01_first.ipynb").exists(), what="the second notebook to start")
+    process, running = _in_the_second(slow)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     if number == signal.SIGINT:
         assert process.returncode == 130 and err.strip() == "interrupted: finished notebooks are kept; run the same command to go on"
         assert "executed 1 of 3, skipped 2" in out and out.count("the run was interrupted") == 2
-    else: assert process.returncode == -9
-    wait_for(lambda: not processes_in(slow.root), 20, f"everything to end: {processes_in(slow.root)}")
-    assert slow.outputs("toy") == {"01_first"} and slow.record("toy", "02_second")["state"] != "done"
+    else: assert process.returncode == -signal.SIGKILL
+    wait_for(lambda: not processes_in(slow.root), 30, f"everything to end: {processes_in(slow.root)}")
+    assert slow.outputs("toy") == {"80_first"} and slow.record("toy", running)["state"] != "done"
 
     (slow.root / "go").touch()
     slow.forget()
-    again = slow.run("reproduce", "toy", "--cores", "1")
+    again = slow.run("reproduce", "toy", "--cores", "2")
     assert again.code == 0, again.err
-    assert "executed 2 of 3, skipped 1" in again.out and slow.ran == ["02", "90"]
-    assert slow.outputs("toy") == {"01_first", "02_second", "90_third"}
+    assert "executed 2 of 3, skipped 1" in again.out and slow.ran == ["next", "next"]
+    assert slow.outputs("toy") == {"80_first", "90_next", "91_next"}
 
 
 def test_a_notebook_process_killed_from_outside(slow: Checkout):
-    process = slow.start("reproduce", "toy", "--cores", "1")
-    wait_for(lambda: slow.ran == ["01", "02"], what="the second notebook to start")
-    os.kill(slow.record("toy", "02_second")["pid"], signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    process, running = _in_the_second(slow)
+    os.kill(slow.record("toy", running)["pid"], signal.SIGKILL)
+    (slow.root / "go").touch()
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 1 and "executed 2 of 3, skipped 0, failed 1" in out
-    assert err.strip() == "FAILED toy/02_second: its process was killed from outside (out of memory, or ended by the cluster): run it again with fewer --cores or more memory"
-    wait_for(lambda: not processes_in(slow.root), 20, "its kernel to end")
-    assert slow.outputs("toy") == {"01_first", "90_third"}
+    assert err.strip() == f"FAILED toy/{running}: its process was killed from outside (out of memory, or ended by the cluster): run it again with fewer --cores or more memory"
+    wait_for(lambda: not processes_in(slow.root), 30, "its kernel to end")
+    assert slow.outputs("toy") == {"80_first", "90_next", "91_next"} - {running}
 
 
 def test_two_runs_in_one_folder(checkout: Checkout):

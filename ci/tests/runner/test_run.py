@@ -6,10 +6,9 @@ import pty
 import re
 import subprocess
 import sys
-import time
 
 import pytest
-from checkout import CLI, PARAMETERS, Checkout, count, notebook, record
+from checkout import PARAMETERS, Checkout, count, notebook, record
 
 CLAIMS = """[{id: small_gap, says: the gap is small, kind: value, paper_value: 0.1, unit: points, at: a big model, check: {small: 'high < 0.5'}},
   {id: faster, says: it is faster, kind: direction, check: {small: 'low > 1'}}]"""
@@ -74,7 +73,7 @@ def test_a_paper_runs_and_only_changes_run_again(toy: Checkout):
     # another seed concerns only notebooks with parameters; the engine alone, without the command line, agrees
     toy.forget()
     command = [sys.executable, "-m", "snakemake", "-s", "ci/Snakefile", "--directory", "runs", "--profile", "ci/profiles/local", "--cores", "2", "--config", "targets=toy", "seed=4"]
-    direct = subprocess.run(command, cwd=toy.root, env=toy.env, capture_output=True, text=True, timeout=100)
+    direct = subprocess.run(command, cwd=toy.root, env=toy.env, capture_output=True, text=True, timeout=240)
     assert direct.returncode == 0, direct.stderr
     assert sorted(toy.ran) == ["90", "91"]
     assert "executed 0 of 4, skipped 4" in toy.run("reproduce", "toy", "--seed", "4").out
@@ -142,11 +141,13 @@ def test_start_is_fast_and_light(checkout: Checkout):
     checkout.paper("toy", {"01_a": notebook("1")})
     code = "import sys\nfrom neurips26_lit.core.cli import main\ntry: main({})\nexcept SystemExit: pass\nassert not {{'torch', 'pandas', 'matplotlib', 'snakemake', 'papermill'}} & set(sys.modules), sorted(sys.modules)"
     for arguments in (["list"], ["show", "toy"], ["report"]):
-        start = time.process_time(), time.monotonic()
+        before = os.times()
         done = subprocess.run([sys.executable, "-c", code.format(arguments)], cwd=checkout.root, env=checkout.env, capture_output=True, text=True)
+        after = os.times()
         assert done.returncode == 0, done.stderr
-        assert time.monotonic() - start[1] < 5
-    assert "toy" in checkout.run("show", "toy").out and CLI
+        assert "toy" in done.stdout
+        cpu = after.children_user + after.children_system - before.children_user - before.children_system
+        assert cpu < 2, f"{arguments} took {cpu:.1f} s of CPU time"
 
 
 def test_list_filters(checkout: Checkout):

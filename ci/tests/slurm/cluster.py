@@ -49,9 +49,9 @@ class Cluster:
     def __init__(self, folder: Path):
         self.folder, self.processes = folder, []
         self.host = socket.gethostname().split(".")[0]
-        for name in ("munge", "state", "spool", "log"): (folder / name).mkdir(parents=True, exist_ok=True)
+        for name in ("munge", "state", "spool", "log", "bin"): (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / "munge").chmod(0o711)
-        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{folder / 'bin'}:{os.environ.get('PATH', '')}"}
 
     def __enter__(self) -> "Cluster":
         try:
@@ -85,6 +85,9 @@ class Cluster:
         self._until(self.socket.exists, "munged to listen")
 
     def _configure(self) -> None:
+        # Snakemake drops SLURM_CONF before it calls srun inside a job: real clusters have their configuration in /etc
+        (self.folder / "bin" / "srun").write_text(f"#!/bin/sh\nexport SLURM_CONF={self.folder}/slurm.conf\nexec {shutil.which('srun')} \"$@\"\n")
+        (self.folder / "bin" / "srun").chmod(0o755)
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         user = "root" if os.geteuid() == 0 else os.environ["USER"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -15,10 +16,10 @@ WHERE = "print('job', os.environ.get('SLURM_JOB_ID'), 'threads', os.environ['OMP
 
 
 def _paper(checkout: Checkout) -> None:
+    weights = "(pathlib.Path(os.environ['NEURIPS26_RUN_DIR']) / 'weights.txt')"
     checkout.paper("toy", claims=CLAIMS, notebooks={
-        "01_method": notebook(count("01"), WHERE),
-        "80_train": notebook(PARAMETERS, count("80"), DRAW, "(pathlib.Path(os.environ['NEURIPS26_RUN_DIR']) / 'weights.txt').write_text(str(x))"),
-        "90_reproduce": notebook(PARAMETERS, count("90"), WHERE, "x = float((pathlib.Path(os.environ['NEURIPS26_RUN_DIR']) / 'weights.txt').read_text())", record("it", "x", "x - 0.1", "x + 0.1")),
+        "80_train": notebook(PARAMETERS, count("80"), DRAW, f"{weights}.write_text(str(x))"),
+        "90_reproduce": notebook(PARAMETERS, count("90"), WHERE, f"x = float({weights}.read_text())", record("it", "x", "x - 0.1", "x + 0.1")),
         "91_more": notebook(PARAMETERS, count("91"), DRAW, record("more", "x", "x / 2", "2 * x"))})
 
 
@@ -28,19 +29,16 @@ def test_a_paper_on_slurm_gives_the_claims_of_a_local_run(checkout: Checkout, cl
     local = checkout.run("reproduce", "toy", "--seed", "5", "--cores", "2", "--out", "local")
     assert local.code == 0, local.err
     checkout.forget()
-    there = checkout.run("reproduce", "toy", "--seed", "5", "--cores", "2", "--profile", "slurm", "--out", "there", timeout=240)
+    there = checkout.run("reproduce", "toy", "--seed", "5", "--cores", "2", "--profile", "slurm", "--out", "there")
     assert there.code == 0, there.err
-    assert "executed 4 of 4, skipped 0" in there.out and sorted(checkout.ran) == ["01", "80", "90", "91"]
-    folders = [checkout.root / out / "smoke" / "toys" / "toy" for out in ("local", "there")]
-    ours, theirs = (json.loads((folder / "claims.json").read_text()) for folder in folders)
-    assert ours == theirs and all(row["value"] is not None for row in ours["claims"])
-    assert "job None threads 1" in (folders[0] / "90_reproduce.ipynb").read_text()
-    jobs = {json.loads((folders[1] / f"{name}.ipynb").read_text())["cells"][2 if name == "01_method" else 3]["outputs"][0]["text"] for name in ("01_method", "90_reproduce")} \
-        if isinstance(json.loads((folders[1] / "01_method.ipynb").read_text())["cells"][2]["outputs"][0]["text"], str) else set()
-    asked = cluster.command("squeue", "--states=all", "--noheader", "--format=%T %m %C")
-    assert asked.splitlines() == ["COMPLETED 3000M 1"] * 4, asked
-    assert all("job None" not in text for text in jobs)
-    assert "executed 0 of 4, skipped 4" in checkout.run("reproduce", "toy", "--seed", "5", "--cores", "2", "--profile", "slurm", "--out", "there").out
+    assert "executed 3 of 3, skipped 0" in there.out and checkout.ran[0] == "80" and sorted(checkout.ran) == ["80", "90", "91"]
+    ours, theirs = (checkout.root / out / "smoke" / "toys" / "toy" for out in ("local", "there"))
+    claims = [json.loads((folder / "claims.json").read_text()) for folder in (ours, theirs)]
+    assert claims[0] == claims[1] and all(row["value"] is not None for row in claims[0]["claims"])
+    assert "job None threads 1" in (ours / "90_reproduce.ipynb").read_text()
+    assert re.search(r"job \d+ threads 1", (theirs / "90_reproduce.ipynb").read_text())
+    assert cluster.command("squeue", "--states=all", "--noheader", "--format=%T %m %C").splitlines() == ["COMPLETED 3000M 1"] * 3
+    assert "executed 0 of 3, skipped 3" in checkout.run("reproduce", "toy", "--seed", "5", "--cores", "2", "--profile", "slurm", "--out", "there").out
 
 
 def test_failure_and_interruption_on_slurm(checkout: Checkout, cluster, monkeypatch):
@@ -57,7 +55,7 @@ def test_failure_and_interruption_on_slurm(checkout: Checkout, cluster, monkeypa
 
     (checkout.root / "go").touch()
     checkout.forget()
-    again = checkout.run("reproduce", "toy", "--cores", "2", "--profile", "slurm", timeout=240)
+    again = checkout.run("reproduce", "toy", "--cores", "2", "--profile", "slurm")
     assert again.code == 1 and "executed 1 of 3, skipped 1, failed 1" in again.out
     assert again.error.startswith("FAILED toy/02_bad, cell 3, line 1: ZeroDivisionError")
     assert "good" not in checkout.ran and checkout.outputs("toy") == {"01_good", "03_waits"}

@@ -97,7 +97,9 @@ def peptide(
     if mol is None or not mol.GetNumAtoms(): raise ValueError(f"sequence: {sequence!r} isn't a peptide of one-letter codes")
     if "C" in sequence: raise ValueError("sequence: cysteine's sulphur has no stand-in here")
     for atom in mol.GetAtoms():
-        if atom.GetSymbol() == "S": atom.SetAtomicNum(6)
+        if atom.GetSymbol() == "S":
+            atom.SetAtomicNum(6); atom.SetNoImplicit(False)
+    Chem.SanitizeMol(mol)
     mol = Chem.AddHs(mol)
     settings = AllChem.ETKDGv3()
     settings.randomSeed, settings.useRandomCoords = seed, mol.GetNumAtoms() > 150
@@ -168,9 +170,8 @@ class LocalEnergy:
 
 def _plain(pos: Tensor) -> np.ndarray:
     "Values of the positions, also inside torch.func transforms; a neighbour search needs no derivative."
-    pos = pos.detach()
     while torch._C._functorch.is_functorch_wrapped_tensor(pos): pos = torch._C._functorch.get_unwrapped(pos)
-    return pos.detach().cpu().numpy()
+    with torch._C._DisableFuncTorch(): return pos.detach().cpu().numpy()
 
 
 def _vectors(pos: Tensor, near: Neighbours) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,6 +208,7 @@ def lennard_jones(
 
 # %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #76ab3042
 HARTREE = 27.211386  # eV
+_GENERAL = torch.as_tensor(Rotation.from_rotvec([0.7, -0.4, 1.1]).as_matrix())  # any rotation that lines up with nothing
 
 
 class ANI1x(LocalEnergy):
@@ -226,15 +228,19 @@ class ANI1x(LocalEnergy):
         species = torch.full_like(numbers, -1)
         for k, z in enumerate((1, 6, 7, 8)): species[numbers == z] = k
         if (species < 0).any(): raise ValueError(f"numbers: ANI-1x knows H, C, N, O; atom {int((species < 0).nonzero()[0])} is element {int(numbers[species < 0][0])}")
-        lattice = {}
+        turn, lattice = _GENERAL.to(pos.device), {}
+        pos = pos.double() @ turn
         if np.any(pbc):
-            cell = torch.as_tensor(np.asarray(cell), dtype=torch.float64, device=pos.device)
+            cell = torch.as_tensor(np.asarray(cell), dtype=torch.float64, device=pos.device) @ turn
             periodic = torch.as_tensor(np.broadcast_to(np.asarray(pbc, dtype=bool), 3).copy(), device=pos.device)
             home = torch.floor(torch.as_tensor(_plain(pos), device=pos.device) @ cell.inverse()) * periodic
             pos, lattice = pos - home @ cell, {"cell": cell, "pbc": periodic}  # torchani expects atoms inside the cell
-        features = self.aev((species[None], pos.double()[None]), **lattice).aevs
-        energies = sum(net._atomic_energies((species[None], features)) for net in self.networks)[0] / len(self.networks)
-        return HARTREE * (energies + self.self_energies[species])
+        features = self.aev((species[None], pos[None]), **lattice).aevs[0]
+        energies = self.self_energies[species]
+        for k in range(4):  # every element has its own network
+            mine = (species == k).nonzero()[:, 0]
+            if len(mine): energies = energies.index_add(0, mine, sum(net[k](features[mine])[:, 0] for net in self.networks) / len(self.networks))
+        return HARTREE * energies
 
 
 @lru_cache(maxsize=9)
@@ -251,8 +257,8 @@ def load_ani1x(
         except ImportError as e: raise ImportError("ANI-1x needs torchani==2.2.4 (the `science` group); later releases ship no weights") from e
     folder = Path(torchani.__file__).parent / "resources" / "ani-1x_8x"
     constants = neurochem.Constants(str(folder / "rHCNO-5.2R_16-3.5A_a4-8.params"))
-    networks = [neurochem.load_model(constants.species, str(folder / f"train{k}" / "networks")).double().requires_grad_(False)
-                for k in (range(8) if member is None else [member])]
+    load = lambda k: neurochem.load_model(constants.species, str(folder / f"train{k}" / "networks")).double().requires_grad_(False)
+    networks = [nn.ModuleList(load(k).values()) for k in (range(8) if member is None else [member])]
     return ANI1x(torchani.AEVComputer(**constants).double(), networks, neurochem.load_sae(str(folder / "sae_linfit.dat")).self_energies)
 
 # %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #235446ca
