@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -22,16 +23,16 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "ci" / "tests" / "kernels"))
-os.environ.pop("TRITON_INTERPRET", None)
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from neurips26_lit.core import bench  # noqa: E402
+from neurips26_lit.core import bench
 
 
 class Skip(Exception):
@@ -126,8 +127,9 @@ def spot_error(d: Data, out: Tensor, dense: bool) -> float:
         k, v = d.k[b, h // c.G].double(), d.v[b, h // c.G].double()
         scores = (d.q[b, h, rows].double() @ k.T / math.sqrt(c.D)).masked_fill(~see, -math.inf)
         want = scores.softmax(-1) @ v
-        worst = max(worst, float((out[b, h, rows].double() - want).norm() / want.norm()))
-    return worst if math.isfinite(worst) else math.inf
+        error = float((out[b, h, rows].double() - want).norm() / want.norm())
+        worst = max(worst, error if math.isfinite(error) else math.inf)                   # max(0, nan) is 0
+    return worst
 
 
 def merge_two(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
@@ -194,7 +196,7 @@ class PagedGQA:
     "paged_gqa against SDPA (FlashAttention, cuDNN), FlexAttention and FlashInfer."
     name = "paged_gqa"
     dense = ("sdpa_flash", "sdpa_cudnn", "flashinfer_dense")
-    tolerance = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}                       # relative, of the Frobenius norm
+    tolerance: ClassVar = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}             # relative, of the Frobenius norm
 
     def __init__(self, device: str, dry: bool):
         from neurips26_lit.kernels import paged_gqa
@@ -267,8 +269,8 @@ class PagedGQA:
     # speed
     def cells(self) -> list[Cell]:
         "The grid, most telling cells first."
-        if self.dry: return [Cell(1, 4, 2, 64, 32, chunk, keys, density, "float32") for chunk, keys, density in product((64,), (256, 512), (0.25, 0.5))]
-        big = dict(B=8, Hq=32, Hkv=8, D=128)
+        if self.dry: return [Cell(1, 4, 2, 64, 32, chunk, keys, density, "float32") for chunk, keys, density in product((64,), (256, 512), (0.25,))]
+        big = {"B": 8, "Hq": 32, "Hkv": 8, "D": 128}
         grid = [Cell(**big, page=128, chunk=chunk, keys=keys, density=density) for chunk in (1024, 2048, 512) for keys in (131072, 65536, 32768) for density in (0.25, 0.1, 0.5)]
         return [*grid[:9], *(Cell(**big, page=64, chunk=1024, keys=keys, density=0.25) for keys in (131072, 32768)), *grid[9:]]
 
@@ -285,7 +287,7 @@ class PagedGQA:
         for name, build in make.items():
             try: found[name] = build()
             except Skip as e: found[name] = e
-            except Exception as e: found[name] = Skip(f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}")
+            except Exception as e: found[name] = Skip(f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}")  # noqa: BLE001 - any failure of a peer is a row with its reason
         return found
 
     def ours(self, d: Data) -> Callable:
@@ -313,8 +315,9 @@ class PagedGQA:
         return lambda: self.compiled(d.q, d.k, d.v, block_mask=mask, enable_gqa=True)
 
     def flashinfer(self, d: Data, dense: bool) -> Callable:
-        try: import flashinfer
-        except ImportError: raise Skip("flashinfer is not installed") from None
+        if importlib.util.find_spec("flashinfer") is None: raise Skip("flashinfer is not installed")
+        import flashinfer
+
         c = d.cell
         if dense:
             pages = d.keep["place"]
@@ -353,7 +356,7 @@ def installed(package: str) -> str | None:
 
 def commit() -> tuple[str, bool]:
     "(short hash, whether files differ from it)."
-    git = lambda *a: subprocess.run(["git", *a], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    git = lambda *a: subprocess.run(["git", *a], check=False, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return git("rev-parse", "--short=12", "HEAD") or "unknown", bool(git("status", "--porcelain", "kernels", "ci"))
 
 
@@ -382,7 +385,7 @@ def run_cell(suite: PagedGQA, d: Data, stamp: dict, peak: bench.Peaks, repeats: 
             if error > allowed: raise Skip(f"wrong answer: relative error {error:.3g} > {allowed:g}")
             calls[name] = call
         except Skip as e: row["reason"] = str(e)
-        except Exception as e: row["reason"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
+        except Exception as e: row["reason"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"  # noqa: BLE001 - any failure of a peer is a row with its reason
         rows.append(row)
     if "ours" not in calls: return rows
     table = bench.compare(calls, (), repeats=repeats, device=suite.device, seed=d.cell.chunk + d.cell.keys).set_index("method")
@@ -423,7 +426,7 @@ def plot(record: dict, path: Path) -> None:
     for method in dict.fromkeys(r["method"] for r in rows):
         mine = sorted((r["keys"], r["ms"]) for r in rows if (r["method"], r["chunk"], r["density"], r["page"]) == (method, chunk, density, rows[0]["page"]))
         if mine: left.plot(*zip(*mine), marker="o", label=method)
-    left.set(xscale="log", yscale="log", xlabel="keys", ylabel="ms", title=f"Chunk {chunk}, density {density:g}")
+    left.set(yscale="log", xlabel="keys", ylabel="ms", title=f"Chunk {chunk}, density {density:g}")
     left.legend(fontsize=7)
     for d in sorted({r["density"] for r in rows}):
         points = []
@@ -432,8 +435,12 @@ def plot(record: dict, path: Path) -> None:
             dense = [here[m] for m in SUITES[record["name"]].dense if m in here]
             if dense and "ours" in here: points.append((keys, min(dense) / here["ours"]))
         if points: right.plot(*zip(*points), marker="o", label=f"density {d:g}")
+    for axes in (left, right):
+        ticks = sorted({r["keys"] for r in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in ticks])
     right.axhline(1, lw=0.8, ls=":", color="gray")
-    right.set(xscale="log", xlabel="keys", ylabel="speed-up over the fastest dense", title=f"{record['name']} on {record['gpu']}")
+    right.set(xlabel="keys", ylabel="speed-up over the fastest dense", title=f"{record['name']} on {record['gpu']}")
     right.legend(fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -504,4 +511,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # compiled code, whatever the shell says; Triton is imported later
     sys.exit(main())

@@ -16,8 +16,8 @@ Shapes and types
 
 Whole-frame tiles of a video [B, frames * h * w, H, D] are a view of it, so nothing is copied on the way in.
 
-Work      forward 2 Nq Nk D (3 / b1 + 2 / b2) FLOPs for each head (dense: 4 Nq Nk D); backward 2.67 times that: 2 Nq Nk D (8 / b1 + 5 / b2)
-          with the columns recomputed twice. `monarch_flops` counts the tiles that causality leaves.
+Work      forward 2 Nq Nk D (3 / b1 + 2 / b2) FLOPs for each head (dense: 4 Nq Nk D); backward 2 Nq Nk D (13 / b1 + 7 / b2), the logits of
+          R computed three times and those of L twice. `monarch_flops` counts the tiles that causality leaves.
 Memory    the pooled keys and values hold Nq * F * D numbers each, so query tiles and heads are taken in turn, as many as
           keep them within WORKSPACE bytes. The smallest unit is one tile of one head: F * b1 * b2 * D = Nk * D numbers.
 Traffic   column pass: q once per key tile, K and V once per query tile, 2 Nq F D numbers out; row pass: reads them back
@@ -724,9 +724,9 @@ def monarch_flops(
     *,
     backward: bool = False,    # of the backward pass instead
 ) -> int:                      # floating-point operations of the matrix products
-    "Forward: 3 products of the column pass, 2 of the row pass. Backward: 11 and 7, recomputation included."
+    "Forward: 3 products of the column pass, 2 of the row pass. Backward: 13 and 7, recomputation included."
     B, A, b1, b2, H, D = q_shape
-    columns, rows = (11, 7) if backward else (3, 2)
+    columns, rows = (13, 7) if backward else (3, 2)
     return 2 * B * H * D * seen_pairs(A, F, causal) * (columns * b1 * b2 * b2 + rows * b1 * b1 * b2)
 
 

@@ -37,6 +37,8 @@ Triton code in Triton's interpreter. Importing this file needs neither a GPU nor
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import torch
@@ -125,8 +127,8 @@ def prefill_reference(
             position = q_start + rows.start + torch.arange(tokens, device=q.device)
             mask = ((key <= position[:, None]) & stored).repeat(G, 1)
             parts.append(attend(tile, k, v, mask, scale))
-        o, l = merge(parts) if parts else (q.new_zeros(tile.shape), lse.new_full(tile.shape[:1], -math.inf))
-        out[b, heads, rows], lse[b, heads, rows] = o.view(G, tokens, D), l.view(G, tokens)
+        whole, norm = merge(parts) if parts else (q.new_zeros(tile.shape), lse.new_full(tile.shape[:1], -math.inf))
+        out[b, heads, rows], lse[b, heads, rows] = whole.view(G, tokens, D), norm.view(G, tokens)
     return out, lse
 
 
@@ -310,12 +312,12 @@ def config(arch: int, dtype: torch.dtype, page: int, D: int, rows: int) -> tuple
     "(constexprs, launch options) of `prefill_kernel` for an architecture (90 = sm_90) and `rows` = heads x tokens of a query block."
     small = arch in (86, 89, 120)                          # 99 KiB of shared memory per block instead of 163 or 227
     if dtype == torch.float32:                             # exact products run on the ordinary cores
-        shape, options = dict(BLOCK_M=64, BLOCK_N=16), dict(num_warps=8, num_stages=1)
+        shape, options = {"BLOCK_M": 64, "BLOCK_N": 16}, {"num_warps": 8, "num_stages": 1}
     else:                                                  # five stages hold three buffers: page ids are loaded ahead of pages
         widest = 32 if small and D > 64 else 64
-        shape = dict(BLOCK_M=64 if rows <= 64 else 128, BLOCK_N=min(page, widest))
-        options = dict(num_warps=4 if rows <= 64 else 8, num_stages=5)
-    return dict(**shape, BLOCK_D=block_d(D)), dict(**options, maxnreg=255)  # without the cap some tiles trade spills for occupancy
+        shape = {"BLOCK_M": 64 if rows <= 64 else 128, "BLOCK_N": min(page, widest)}
+        options = {"num_warps": 4 if rows <= 64 else 8, "num_stages": 5}
+    return {**shape, "BLOCK_D": block_d(D)}, {**options, "maxnreg": 255}  # without the cap some tiles trade spills for occupancy
 
 
 def _arch(device: torch.device) -> int:
@@ -339,7 +341,7 @@ def launch_prefill(
     q_start: int, q_block: int, scale: float, splits: int,
 ) -> tuple[Tensor, Tensor]:
     "Run `prefill_kernel`, and `merge_kernel` when the tables are split: (out, lse)."
-    (B, Hq, Tq, D), (_, R, nq, n), page = q.shape, ids.shape, k_pages.shape[1]
+    (B, Hq, Tq, D), (_, R, nq, _), page = q.shape, ids.shape, k_pages.shape[1]
     G = Hq // R
     constexprs, options = config(_arch(q.device), q.dtype, page, D, G * min(q_block, Tq))
     q = q if _aligned(q) else q.contiguous()
@@ -406,8 +408,8 @@ def specs(arch: int) -> list[KernelSpec]:
             add(prefill_kernel, label, pointers, constexprs, options, ("q", "k", "v", "out"))
     for dtype, D in product(TYPES, HEAD_SIZES):
         pointers = {"parts": "*fp32", "lses": "*fp32", "out": f"*{short[dtype]}", "lse": "*fp32"}
-        add(merge_kernel, f"{short[dtype]} D{D}", pointers, dict(BLOCK_R=MERGE_ROWS, BLOCK_D=D), dict(num_warps=4), ("parts", "out"))
-    add(union_kernel, "bool", {"mask": "*u8", "ids": "*i32", "counts": "*i32"}, UNION, dict(num_warps=4), ())
+        add(merge_kernel, f"{short[dtype]} D{D}", pointers, {"BLOCK_R": MERGE_ROWS, "BLOCK_D": D}, {"num_warps": 4}, ("parts", "out"))
+    add(union_kernel, "bool", {"mask": "*u8", "ids": "*i32", "counts": "*i32"}, UNION, {"num_warps": 4}, ())
     return list(found.values())
 
 
@@ -625,3 +627,12 @@ def examples() -> list[tuple[object, tuple]]:
         calls.append((paged_prefill_op, (q, k, v, ids, pages, counts, lens, 26, q_block, 0.25, 1)))
     mask = torch.rand(2, 4, 3, 9, generator=generator) < 0.3
     return [*calls, (union_tables_op, (mask, 2, 1, 1))]
+
+
+def launches() -> list[Callable[[], object]]:
+    "Calls that start every kernel, whole and split, for each type; shapes and values as in `examples`."
+    calls = []
+    for op, arguments in examples():
+        if op is union_tables_op: calls.append(partial(launch_union, *arguments))
+        else: calls += [partial(launch_prefill, *arguments[:-1], splits) for splits in (1, 2)]
+    return calls

@@ -126,7 +126,7 @@ def reproduce(
     scale: Annotated[str, typer.Option(help="smoke (seconds), small (minutes, the evidence) or paper (GPUs).")] = "smoke",
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps.")] = "cpu",
-    cores: Annotated[Optional[int], typer.Option(help="Cores of the whole run; all of this machine when left out.")] = None,
+    cores: Annotated[Optional[int], typer.Option(help="Cores of the whole run, or of one notebook on a cluster; all of this machine when left out.")] = None,
     profile: Annotated[str, typer.Option(help="local, slurm, kubernetes, or the folder of a Snakemake profile.")] = "local",
     save: Annotated[bool, typer.Option("--save", help="Write the outputs and claims of a small run back into nbs/.")] = False,
     out: Annotated[Optional[Path], typer.Option(help="Folder of the runs; default: runs/ in the checkout.")] = None,

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ARCHS', 'SHARED_LIMIT', 'TMEM_LIMIT', 'KernelSpec', 'Resource', 'problems', 'compile_spec', 'folder', 'kernel_names',
-           'source', 'compile_all', 'save_resources', 'resources', 'stale', 'opcheck', 'check', 'bench']
+           'source', 'compile_all', 'save_resources', 'resources', 'stale', 'opcheck', 'asked', 'launches', 'check',
+           'bench']
 
 # %% ../../nbs/core/10_kernels.ipynb #1e77d4f8
 import argparse, contextlib, hashlib, importlib, importlib.util, json, os, re, subprocess, sys, tempfile, time
@@ -83,6 +84,13 @@ def _usage(cubin: bytes) -> dict[str, int]:
         return {"registers": registers, "stack": stack + local, "static": shared, "spills": _spilled(file.name) if stack + local else 0}
 
 
+def _form(spec: KernelSpec) -> tuple[dict, dict, dict]:
+    "A configuration as Triton's compiler wants it: (signature, constants, alignments)."
+    at = spec.kernel.arg_names.index
+    signature = {a: "constexpr" if a in spec.constexprs else spec.types[a] for a in spec.kernel.arg_names}
+    return signature, {(at(a),): v for a, v in spec.constexprs.items()}, {(at(a),): [["tt.divisibility", 16]] for a in spec.aligned}
+
+
 def compile_spec(
     spec: KernelSpec,  # kernel and configuration
     arch: int,  # 90 = sm_90
@@ -96,12 +104,11 @@ def compile_spec(
     names = getattr(spec.kernel, "arg_names", None)
     if not hasattr(spec.kernel, "cache_key"): raise ValueError("kernel: interpreted (TRITON_INTERPRET is set) or not jitted; compile in another process")
     if missing := [a for a in names if a not in spec.types and a not in spec.constexprs]: raise ValueError(f"types: {spec.name} needs a type for {missing}")
-    signature = {a: "constexpr" if a in spec.constexprs else spec.types[a] for a in names}
-    attrs = {(names.index(a),): [["tt.divisibility", 16]] for a in spec.aligned}
-    try: built = triton.compile(ASTSource(spec.kernel, signature, spec.constexprs, attrs), target=GPUTarget("cuda", arch, 32), options=dict(spec.options))
+    signature, constexprs, attrs = _form(spec)
+    try: built = triton.compile(ASTSource(spec.kernel, signature, constexprs, attrs), target=GPUTarget("cuda", arch, 32), options=dict(spec.options))
     except Exception as e: raise ValueError(f"{spec.name} [{spec.config}] sm_{arch}: does not compile: {str(e).strip().splitlines()[-1] if str(e).strip() else type(e).__name__}") from e
     use = _usage(built.asm["cubin"])
-    return Resource(spec.name, spec.config, arch, use["registers"], built.metadata.shared + use["static"], use["stack"], use["spills"], getattr(built.metadata, "tmem_size", 0) or 0)
+    return Resource(spec.name, spec.config, arch, use["registers"], built.metadata.shared + use["static"] - (1024 if arch >= 90 else 0), use["stack"], use["spills"], getattr(built.metadata, "tmem_size", 0) or 0)
 
 # %% ../../nbs/core/10_kernels.ipynb #cf09e52a
 def folder() -> Path:
@@ -147,15 +154,15 @@ def _children(argvs: list[list[str]], **env: str) -> Iterator[list[subprocess.Po
 def _main() -> None:
     "Entry of the worker processes: compile every `step`-th configuration of a kernel, or check its operators. JSON lines on stdout."
     p = argparse.ArgumentParser()
-    p.add_argument("task", choices=["compile", "opcheck"])
+    p.add_argument("task", choices=["compile", "opcheck", "launch"])
     p.add_argument("name")
     p.add_argument("--archs", type=int, nargs="*", default=ARCHS)
     p.add_argument("--part", type=int, default=0)
     p.add_argument("--step", type=int, default=1)
     p.add_argument("--every", type=int, default=1)
     a = p.parse_args()
-    work = _compile_lines(a.name, a.archs, a.every, a.part, a.step) if a.task == "compile" else _opcheck_lines(a.name)
-    for line in work: print(json.dumps(line), flush=True)
+    tasks = {"compile": lambda: _compile_lines(a.name, a.archs, a.every, a.part, a.step), "opcheck": lambda: _opcheck_lines(a.name), "launch": lambda: _launch_lines(a.name)}
+    for line in tasks[a.task](): print(json.dumps(line), flush=True)
 
 
 def _compile_lines(name: str, archs: Sequence[int], every: int, part: int, step: int) -> Iterator[dict]:
@@ -256,19 +263,72 @@ def _opcheck_lines(name: str) -> Iterator[dict]:
         else: yield {"op": str(op), "error": ""}
 
 
-def opcheck(
-    name: str,  # a kernel file
-) -> tuple[int, list[str]]:  # (calls checked, one line per failure)
-    "Run `torch.library.opcheck` on a kernel's example calls, in a process of its own."
-    with _children([["opcheck", name]]) as (p,):
+def _outside(task: str, name: str, source: str) -> tuple[int, list[str]]:
+    "Run a task in a process of its own: (lines of work, one line per failure)."
+    with _children([[task, name]]) as (p,):
         out, err = p.communicate()
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     failed = [r["error"] for r in rows if r["error"]]
-    if p.returncode: failed.append(f"{name}: opcheck's process ended with {p.returncode}: {(err.strip().splitlines() or ['no message'])[-1]}")
-    if not rows and not failed: failed.append(f"kernels/{name}.py: examples() gives no call to check")
+    if p.returncode: failed.append(f"{name}: {task}'s process ended with {p.returncode}: {(err.strip().splitlines() or ['no message'])[-1]}")
+    if not rows and not failed: failed.append(f"kernels/{name}.py: {source}() gives no call to check")
     return len(rows), failed
 
+
+def opcheck(
+    name: str,  # a kernel file
+) -> tuple[int, list[str]]:  # (calls checked, one line per failure)
+    "Run `torch.library.opcheck` on a kernel's example calls."
+    return _outside("opcheck", name, "examples")
+
 # %% ../../nbs/core/10_kernels.ipynb #9a4d7621
+class _Pretend:
+    "As much of a GPU driver as a launch asks before it compiles."
+    def __init__(self, arch: int): self.arch = arch
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def asked(
+    call: Callable[[], object],  # launches kernels on CPU tensors; nothing is compiled or run, so its result means nothing
+    arch: int = 90,  # the GPU that is pretended
+) -> list[tuple[str, dict, dict, dict, object]]:  # (kernel, signature, constants, alignments, options) per launch
+    "What a launcher asks Triton's compiler for."
+    from unittest import mock
+
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    seen = []
+    def note(self, key, signature, device, constexprs, options, attrs, warmup): seen.append((self.fn.__name__, signature, constexprs, {k: v for k, v in attrs.items() if v}, options))
+    before = driver._active
+    driver.set_active(_Pretend(arch))
+    try:
+        with mock.patch.object(JITFunction, "_do_compile", note): call()
+    finally: driver._active = before
+    return seen
+
+
+def _launch_lines(name: str) -> Iterator[dict]:
+    "One line per launch that a kernel file starts: {'error'}; an error if its configuration isn't among the compiled ones."
+    module = _load(name)
+    if not hasattr(module, "launches"): return
+    forms = [(spec.name, *_form(spec), spec.options) for spec in module.specs(90)]
+    for call in module.launches():
+        for kernel, signature, constexprs, attrs, options in asked(call):
+            known = any((kernel, signature, constexprs, attrs) == form[:4] and all(getattr(options, k) == v for k, v in form[4].items()) for form in forms)
+            yield {"error": "" if known else f"{kernel}: launched with {list(constexprs.values())} and {sorted(signature[a] for a in signature if signature[a].startswith('*'))}, which specs(90) doesn't list"}
+
+
+def launches(
+    name: str,  # a kernel file
+) -> tuple[int, list[str]]:  # (launches, one line per failure)
+    "Whether the launchers ask only for configurations that `specs` lists, hence that were compiled and measured."
+    return _outside("launch", name, "launches")
+
+# %% ../../nbs/core/10_kernels.ipynb #e592eecf
 def _interpreter(name: str) -> tuple[int, list[str]]:
     "Run a kernel's tests in the interpreter: (tests passed, one line per failure)."
     from neurips26_lit.core.catalog import home
@@ -301,11 +361,11 @@ def check(
     *,
     recompile: bool = False,  # compile even where the record is fresh
 ) -> list[dict]:  # kernel, step, ok, n (configurations, calls or tests), seconds, detail; one row per failure
-    "Prove kernels without a GPU: compile every configuration, opcheck, interpreter tests."
+    "Prove kernels without a GPU: compile every configuration, opcheck, launches, interpreter tests."
     rows = []
     for name in kernel_names() if names is None else names:
         source(name)
-        steps = {"compile": lambda: _compiled(name, recompile), "opcheck": lambda: opcheck(name), "interpreter": lambda: _interpreter(name)}
+        steps = {"compile": lambda: _compiled(name, recompile), "opcheck": lambda: opcheck(name), "launch": lambda: launches(name), "interpreter": lambda: _interpreter(name)}
         for step, run in steps.items():
             start = time.monotonic()
             n, failed = run()
@@ -313,7 +373,7 @@ def check(
             rows += [row | {"ok": False, "detail": line} for line in failed] or [row | {"ok": True, "detail": ""}]
     return rows
 
-# %% ../../nbs/core/10_kernels.ipynb #e592eecf
+# %% ../../nbs/core/10_kernels.ipynb #659bfbdc
 def bench(
     names: list[str] | None = None,  # kernel files; all by default
     *,

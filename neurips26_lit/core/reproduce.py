@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from . import structure
-from .catalog import BUDGETS, SCALES, Budget, Paper, home, papers
+from .catalog import BUDGETS, SCALES, Budget, Paper, home, papers, read_paper
 from .ledger import merge_claims, write_atomic, write_json
 from .structure import code_hash
 
@@ -82,9 +82,15 @@ def targets() -> dict[str, Path]:
     return {name: folder for name, folder in found.items() if _visible(folder)}
 
 
+@lru_cache(maxsize=None)
+def _paper_at(file: Path, stamp: int) -> Paper:
+    return read_paper(file)
+
+
 def paper_of(folder: Path) -> Paper | None:
     "The paper whose folder it is; None for shared notebooks."
-    return next((p for p in papers() if p.folder == folder), None)
+    file = folder / "paper.yml"
+    return _paper_at(file, file.stat().st_mtime_ns) if file.is_file() else None
 
 
 def choose(
@@ -153,13 +159,23 @@ def check_parameters(
         if not fits: raise RunError(f"{where}: parameter {name!r} is {value!r} of type {type(value).__name__}, expected {type(default).__name__} like its default {default!r}")
 
 # %% ../../nbs/core/11_reproduce.ipynb #33e1bd04
+@lru_cache(maxsize=1)
+def _package_folders() -> dict[str, Path]:
+    "Where the package lies; kernels/ is a folder of its own."
+    folders = {"neurips26_lit": Path(importlib.util.find_spec("neurips26_lit").origin).parent}
+    kernels = importlib.util.find_spec("neurips26_lit.kernels")
+    if kernels and kernels.submodule_search_locations: folders["neurips26_lit.kernels"] = Path(next(iter(kernels.submodule_search_locations)))
+    return folders
+
+
 @lru_cache(maxsize=None)
 def _package_file(module: str) -> Path | None:
-    "The file of a module of this package, found without importing it."
-    if not (module + ".").startswith("neurips26_lit."): return None
-    try: spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError): return None
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+    "The file of a module of this package, found without importing anything."
+    for package, folder in reversed(_package_folders().items()):
+        if module == package or module.startswith(f"{package}."):
+            path = folder.joinpath(*module.split(".")[package.count(".") + 1:])
+            return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    return None
 
 
 def _imported(tree: ast.AST, package: str) -> set[str]:
@@ -182,15 +198,11 @@ def _digest(module: str, file: Path, stamp: tuple) -> tuple[str, frozenset[str]]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16], frozenset(_imported(tree, package))
 
 
-def _code(nb: dict) -> str:
-    "All code of a notebook without lines that are not Python."
-    cells = ["\n".join(line for line in _source(c).splitlines() if not line.lstrip().startswith(("%", "!"))) for c in nb["cells"] if c["cell_type"] == "code"]
-    good = []
-    for text in cells:
-        with contextlib.suppress(SyntaxError):
-            ast.parse(text)
-            good.append(text)
-    return "\n".join(good)
+def _cell_imports(cell: dict) -> set[str]:
+    "What a cell imports; lines for IPython are left out."
+    text = "\n".join(line for line in _source(cell).splitlines() if not line.lstrip().startswith(("%", "!")))
+    try: return _imported(ast.parse(text), "neurips26_lit") if "neurips26_lit" in text else set()
+    except SyntaxError: return set()
 
 
 def used_modules(
@@ -198,7 +210,7 @@ def used_modules(
     also: tuple[str, ...] = (),  # modules known to be used without an import
 ) -> dict[str, str]:  # module -> hash of its code
     "The modules of this package that a notebook can reach by imports, directly or not."
-    queue, found = [*_imported(ast.parse(_code(nb)), "neurips26_lit"), *also], {}
+    queue, found = [*also, *(name for cell in nb["cells"] if cell["cell_type"] == "code" for name in _cell_imports(cell))], {}
     while queue:
         name = queue.pop()
         file = _package_file(name)
@@ -330,9 +342,8 @@ def _job(path: Path, target: str, settings: Settings, after: tuple[Job, ...]) ->
                max(1, min(THREADS[settings.scale], settings.cores)), int(settings.device.startswith("cuda") and declared is not None), tuple(j.id for j in after))
 
 
-def _jobs(name: str, settings: Settings) -> list[Job]:
-    "The jobs that one name means, with those they wait for."
-    target, folder, notebooks = choose(name)
+def _jobs(target: str, folder: Path, notebooks: list[Path], settings: Settings) -> list[Job]:
+    "The jobs of some notebooks of a folder, with those they wait for."
     measures = any(re.match(r"9\d_", n.name) for n in notebooks)
     training = tuple(_job(p, target, settings, ()) for p in _visible(folder) if measures and re.match(r"8\d_", p.name))
     wanted = [_job(p, target, settings, training if re.match(r"9\d_", p.name) else ()) for p in notebooks]
@@ -341,7 +352,7 @@ def _jobs(name: str, settings: Settings) -> list[Job]:
 
 def plan(settings: Settings) -> list[Job]:
     "The jobs of a run, in reading order. Everything that can be known to be wrong is an error here, before anything runs."
-    jobs = {j.id: j for name in settings.targets for j in _jobs(name, settings)}
+    jobs = {j.id: j for name in settings.targets for j in _jobs(*choose(name), settings)}
     for name in settings.params:
         if not any(name in j.parameters for j in jobs.values()): raise RunError(f"parameter {name!r}: no notebook of {', '.join(settings.targets)} declares it in its parameters cell")
     return list(jobs.values())
@@ -393,9 +404,13 @@ def mark_stale(jobs: Iterator[Job]) -> None:
         if done: os.utime(file, (job.output.stat().st_mtime - 1,) * 2)
 
 
-def merge_run(folder: Path) -> dict:
+def merge_run(
+    folder: Path,  # run folder
+    notebooks: Path,  # the folder in nbs/ it belongs to; records of notebooks that are gone don't count
+) -> dict:
     "Join the records of a run folder into run.json."
-    records = [json.loads(f.read_text(encoding="utf-8")) for f in sorted((folder / "run.d").glob("*.json")) if not f.name.endswith(".progress.json")]
+    files = [folder / "run.d" / f"{path.stem}.json" for path in _visible(notebooks)]
+    records = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.exists()]
     if not records: return {}
     last = max(records, key=lambda r: r["started"])
     shared = {k: last[k] for k in ("target", "scale", "seed", "device", "commit", "dirty", "locks", "versions", "host", "platform", "cpus")}
@@ -512,7 +527,7 @@ def kernel_environment(job: Job) -> dict[str, str]:
     "The kernel's environment: where to write, what is running, and how many threads the libraries may start."
     threads = {f"{name}_NUM_THREADS": str(job.threads) for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM")}
     return {**os.environ, **threads, "NEURIPS26_RUN_DIR": str(job.folder), "NEURIPS26_NOTEBOOK": job.notebook.stem, "NEURIPS26_HOME": str(home()),
-            "PYTHONHASHSEED": "0", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONHASHSEED": "0", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 
 # %% ../../nbs/core/11_reproduce.ipynb #a35e2d9a
 def failed_cell(nb) -> tuple[int, dict] | None:
@@ -612,7 +627,7 @@ def begin_record(job: Job, run: str) -> dict:
     try:
         (job.folder / "claims.d" / f"{job.notebook.stem}.json").unlink(missing_ok=True)
         write_json(job.state.with_suffix(".json"), record)
-        merge_run(job.folder)
+        merge_run(job.folder, job.notebook.parent)
     except OSError as e: raise RunError(f"{job.name}: {disk_message(e, job.folder)}") from None
     return record
 
@@ -681,11 +696,13 @@ def _leash() -> Callable[[], str | None]:
 
 
 def run_job() -> None:
-    "Entry point of the Snakefile's one rule: settings as JSON, then the job's name."
+    "Entry point of the Snakefile's one rule: settings as JSON, the job's name, its folder under nbs/."
     stop = _leash()
     settings = Settings.from_config(json.loads(sys.argv[1]), Path.cwd())
     try:
-        job = next(j for j in _jobs(sys.argv[2], settings) if j.name == sys.argv[2])
+        target, _, stem = sys.argv[2].partition("/")
+        folder = home() / "nbs" / sys.argv[3]
+        job = next(j for j in _jobs(target, folder, [folder / f"{stem}.ipynb"], settings) if j.notebook.stem == stem)
         run_notebook(job, settings.run, stop)
     except RunError as e:
         print(ERROR_MARK + json.dumps([sys.argv[2], str(e)]), file=sys.stderr, flush=True)
@@ -795,8 +812,11 @@ def run_engine(
 ) -> tuple[int, list[str]]:  # exit status and the last lines it printed
     "Run Snakemake until it ends."
     lines: deque[str] = deque(maxlen=2000)
+    env = os.environ | {"NEURIPS26_RUNNER": f"{platform.node()}:{os.getpid()}", "NEURIPS26_HOME": str(home())}
+    folder, _ = find_profile(profile)
+    if any(folder.glob("snakemake_executor_plugin_*")): env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))
     engine = subprocess.Popen(engine_command(settings, jobs, profile), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace",
-                              start_new_session=True, preexec_fn=_die_with_parent, pass_fds=keep, env=os.environ | {"NEURIPS26_RUNNER": f"{platform.node()}:{os.getpid()}", "NEURIPS26_HOME": str(home())})
+                              start_new_session=True, preexec_fn=_die_with_parent, pass_fds=keep, env=env)
     reader = threading.Thread(target=lambda: lines.extend(line.rstrip("\n") for line in engine.stdout), daemon=True)
     reader.start()
     _wait(engine, tick)
@@ -822,16 +842,17 @@ class Report:
     claims: dict[str, dict]  # paper -> its claims.json
     interrupted: bool = False
     saved: list[Path] = field(default_factory=list)  # files of nbs/ that were written
+    problems: list[str] = field(default_factory=list)  # what went wrong after the notebooks
 
     def count(self, result: str) -> int: return sum(o.result == result for o in self.outcomes)
     @property
-    def failures(self) -> list[str]: return [o.reason for o in self.outcomes if o.result == "failed"]
+    def failures(self) -> list[str]: return [o.reason for o in self.outcomes if o.result == "failed"] + self.problems
     @property
     def ok(self) -> bool: return not self.failures and not self.interrupted
 
     @property
     def headline(self) -> str:
-        failed = f", failed {self.count('failed')}" if self.failures else ""
+        failed = f", failed {self.count('failed')}" if self.count("failed") else ""
         return f"executed {self.count('executed')} of {len(self.outcomes)}, skipped {self.count('skipped')}{failed}"
 
 
@@ -884,13 +905,14 @@ def collect(settings: Settings, jobs: list[Job], lines: list[str], interrupted: 
     for job in sorted(jobs, key=lambda j: len(j.after)):
         rows.append(outcome(job, settings.run, spoken, failed, interrupted, _telling(lines)))
         if rows[-1].result == "failed": failed.add(job.id)
-    claims = {}
-    for folder in sorted({j.folder for j in jobs}):
-        merge_run(folder)
-        mine = [j for j in jobs if j.folder == folder]
-        paper = paper_of(mine[0].notebook.parent)
-        if paper and paper.claims and not interrupted: claims[paper.slug] = merge_paper(paper, folder, settings)
-    return Report(settings, sorted(rows, key=lambda o: jobs.index(o.job)), claims, interrupted)
+    report = Report(settings, sorted(rows, key=lambda o: jobs.index(o.job)), {}, interrupted)
+    for folder, source in sorted({(j.folder, j.notebook.parent) for j in jobs}):
+        merge_run(folder, source)
+        paper = paper_of(source)
+        if not paper or not paper.claims or interrupted: continue
+        try: report.claims[paper.slug] = merge_paper(paper, folder, settings)
+        except ValueError as e: report.problems.append(f"{paper.slug}: its claims can't be joined: {e}")
+    return report
 
 
 def merge_paper(paper: Paper, folder: Path, settings: Settings) -> dict:

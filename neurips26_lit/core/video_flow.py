@@ -257,7 +257,8 @@ def rotate(
     angles: Float[Tensor, "N half"],  # from `rope_angles`
 ) -> Float[Tensor, "B N H d"]:
     "Rotate channel pairs (0, 1), (2, 3), … by the angles."
-    cos, sin = angles.cos()[:, None].to(x), angles.sin()[:, None].to(x)
+    angles = angles.to(torch.promote_types(x.dtype, torch.float32))[:, None]
+    cos, sin = angles.cos().to(x), angles.sin().to(x)
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
 
@@ -331,7 +332,7 @@ class VideoDiT(nn.Module):
     def _condition(self, t: Tensor, cond: Tensor | None) -> Float[Tensor, "B f 1 D"]:
         "Embedding of the time(s) and the text."
         t = t[:, None] if t.ndim == 1 else t
-        angle = 1000 * t[..., None] * torch.exp(-math.log(1e4) * torch.arange(32, device=t.device) / 32)
+        angle = 1000 * t[..., None] * torch.exp(-math.log(1e4) * torch.arange(32, device=t.device, dtype=t.dtype) / 32)
         c = self.time(torch.cat([angle.cos(), angle.sin()], -1).to(self.head.weight))[:, :, None]
         if cond is not None:
             if self.text is None: raise ValueError("`cond` was given to a model with text_dim=None")

@@ -16,10 +16,16 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
+def tiny():
+    """Our own small decoder borrows Llama's module names."""
+    from neurips26_lit.core.tiny_lm import TinyConfig, TinyLM
+    return TinyLM(TinyConfig(vocab=61, dim=24, layers=3, heads=6, kv_heads=2))
+
+
+@pytest.fixture(params=[*FAMILIES, "tiny"])
 def model(request):
     torch.manual_seed(0)
-    net = FAMILIES[request.param]().eval()
+    net = (tiny if request.param == "tiny" else FAMILIES[request.param])().eval()
     for p in net.parameters():  # the usual initialisation is so small that a wrong site would hardly show
         if p.ndim > 1: torch.nn.init.normal_(p, std=0.3)
     return net
@@ -35,6 +41,7 @@ def hooks(net): return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for
 def writers(net): return ["embed", *(f"{kind}.{i}" for i in range(3) for kind in ("attn_out", "mlp_out"))]
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @torch.no_grad()
 def test_stream_equals_output_hidden_states(model, ids):
     with capture(model, [*(f"resid_pre.{i}" for i in range(3)), "resid_post.1", "final_norm"]) as got: out = model(ids, output_hidden_states=True)
@@ -44,6 +51,7 @@ def test_stream_equals_output_hidden_states(model, ids):
     assert got["final_norm"].dtype == torch.float32 and not got["final_norm"].requires_grad
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @torch.no_grad()
 def test_heads_and_patterns(model, ids):
     """Heads through the output projection add up to attn_out; patterns equal transformers' own eager attentions."""
@@ -90,11 +98,11 @@ def test_single_site_patch_moves_only_what_follows(model, ids):
 @torch.no_grad()
 def test_pattern_patch(model, ids):
     """Attending only to oneself is attention with an identity pattern: head_out becomes the value of the token itself."""
-    own = model.config._attn_implementation
+    own = getattr(getattr(model, "config", None), "_attn_implementation", None)
     eye = lambda w: torch.eye(w.shape[-1]).expand_as(w)
     with patch(model, {"attn_pattern.0": eye}), capture(model, "head_out.0") as long: model(ids)
     with capture(model, "head_out.0") as alone: model(ids[:, 4:5])  # one token has nothing else to look at
-    assert model.config._attn_implementation == own
+    assert getattr(getattr(model, "config", None), "_attn_implementation", None) == own
     assert (long["head_out.0"][:, 4] - alone["head_out.0"][:, 0]).abs().max() <= 1e-5
 
 
@@ -115,7 +123,7 @@ def test_shape_error_names_site_and_shapes(model, ids):
 @torch.no_grad()
 def test_stop_after(model, ids):
     ran = []
-    handle = model._modules[model.base_model_prefix].layers[2].register_forward_hook(lambda *_: ran.append(2))
+    handle = getattr(model, getattr(model, "base_model_prefix", "model")).layers[2].register_forward_hook(lambda *_: ran.append(2))
     with capture(model, ["resid_post.0", "resid_post.1"], stop_after=1) as got: assert model(ids) is None
     assert not ran and set(got) == {"resid_post.0", "resid_post.1"}
     with capture(model, "resid_post.1") as whole: assert model(ids).logits.shape == (3, 11, 61)

@@ -9,8 +9,8 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 torch.set_num_threads(1)
 TOO_LATE = [m for m in sys.modules if m.startswith("neurips26_lit.kernels.")]

@@ -184,7 +184,7 @@ def test_6_idempotent_and_monotone():
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.05, 0.5), st.sampled_from([0.5, 1.0, 4.0]))
 def test_7_mass_and_bound(seed, p, scale):
-    q, k, v = tensors(seed, scale=scale)
+    q, k, v = tensors(seed, dtype=torch.float64, scale=scale)
     mask = random_mask(seed, 2, 6, 3, 11, p, 8) | (torch.arange(11) == 8 + torch.arange(3)[:, None])
     t = tables.union_tables(mask, 3)
     causal = torch.ones(24, 88, dtype=torch.bool).tril(64)
@@ -193,10 +193,10 @@ def test_7_mass_and_bound(seed, p, scale):
     by_union = t.to_mask().repeat_interleave(3, 1)[:, :, None].repeat_interleave(8, 3)
     lost_mask, lost_union = 1 - (weights * by_mask).sum(-1), 1 - (weights * by_union).sum(-1)
     assert (lost_union <= lost_mask + 1e-9).all()
-    assert torch.allclose(attend.dense_mass(q, k, by_union, q_start=64).double(), 1 - lost_union, atol=1e-5)
+    assert torch.allclose(attend.dense_mass(q, k, by_union, q_start=64).double(), 1 - lost_union, atol=1e-9)
     dense, out = weights @ v.repeat_interleave(3, 1).double(), attend.paged_prefill(q, PagedKV.from_dense(k, v, 8), t, q_start=64).double()
     slack = 2 * lost_union * v.norm(dim=-1).amax(-1).repeat_interleave(3, 1)[..., None] - (dense - out).norm(dim=-1)
-    assert slack.min() >= -1e-5 * scale
+    assert slack.min() >= -1e-6
 
 
 def test_8_one_head_one_block_is_block_sparse():
@@ -402,7 +402,7 @@ def test_replay_foretells_the_account(model, ids):
     recorder = policies.Record()
     chunked_prefill(model, ids[:1], 32, recorder)
     first = {0: recorder.recording()[0]}                       # the first layer's q and k don't depend on the policy
-    for policy in (policies.CompactAttention(policies.flashprefill(8, 0.5), 8, n_tokens=120), policies.BlockSparse(policies.pooled(8, 3), 8, n_tokens=120)):
+    for policy in (policies.CompactAttention(policies.flashprefill(8, 1.0), 8, keep_recent=0), policies.BlockSparse(policies.pooled(8, 3), 8, n_tokens=120)):
         state = chunked_prefill(model, ids[:1], 32, policy)
         layer = {"density": {0: state.stats["density"][0]}, "query_blocks": {0: state.stats["query_blocks"][0]}}
         assert policies.replay(policy, first, 32) == pytest.approx(policies.mean_density(layer), abs=1e-6) and policies.mean_density(layer) < 0.95

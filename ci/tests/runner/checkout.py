@@ -116,6 +116,21 @@ class Checkout:
             raise AssertionError(f"{arguments} took more than {timeout} s\n{out}\n{err}") from None
         return Result(process.returncode, out, err)
 
+    def run_each(self, commands) -> list[Result]:
+        "Run command lines that end at once, one after another in one process."
+        code = """import contextlib, io, json, sys
+from neurips26_lit.core.cli import main
+found = []
+for arguments in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try: main(arguments)
+        except SystemExit as e: found.append([e.code, out.getvalue(), err.getvalue()])
+print(json.dumps(found))"""
+        done = subprocess.run([sys.executable, "-c", code], cwd=self.root, env=self.env, text=True, capture_output=True, input=json.dumps([list(c) for c in commands]))
+        assert done.returncode == 0, done.stderr
+        return [Result(*row) for row in json.loads(done.stdout)]
+
     @property
     def ran(self) -> list[str]:
         "Which notebooks ran, in order, since the file was last removed."

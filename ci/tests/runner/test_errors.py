@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkout import PARAMETERS, Checkout, count, notebook
+from checkout import PARAMETERS, Checkout, count, notebook, record
 
 RESOURCES = "{03_slow: {smoke: {seconds: 0.75, mb: 2500}}, 04_big: {smoke: {seconds: 30, mb: 300}}}"
 
@@ -38,7 +38,7 @@ def test_each_failure_is_one_line_and_the_rest_is_kept(checkout: Checkout):
     slow, big = checkout.record("toy", "03_slow"), checkout.record("toy", "04_big")
     assert slow["state"] == "failed" and 3 <= slow["seconds"] < 20 and slow["exception"]["cell"] == 3
     assert big["peak_mb"] > 300 and big["seconds"] < 20
-    assert subprocess.run(["pgrep", "-f", "^sleep 987$"], capture_output=True).returncode == 1, "what the stopped notebook started still runs"
+    assert subprocess.run(["pgrep", "-f", "^sleep 987$"], capture_output=True, check=False).returncode == 1, "what the stopped notebook started still runs"
 
 
 @pytest.mark.parametrize(("cell", "message"), [
@@ -56,7 +56,7 @@ def test_a_wrong_parameters_cell_stops_the_run_before_it_starts(checkout: Checko
 def test_names_that_do_not_exist(checkout: Checkout):
     checkout.paper("marble", {"01_a": notebook("1"), "90_reproduce": notebook(PARAMETERS)})
     checkout.paper("later", {}, status="planned")
-    for arguments, message in {
+    expected = {
         ("reproduce", "marbel"): "unknown paper 'marbel': did you mean marble?",
         ("show", "marbel"): "unknown paper 'marbel'; did you mean marble?",
         ("report", "marbel"): "unknown paper 'marbel'; did you mean marble?",
@@ -73,12 +73,19 @@ def test_names_that_do_not_exist(checkout: Checkout):
         ("reprodcue",): "No such command 'reprodcue'",
         ("list", "--area", "toyz"): "unknown area 'toyz': did you mean toys?",
         ("report", "--json", "--html"): "--json and --html exclude each other",
-    }.items():
-        result = checkout.run(*arguments)
+    }
+    for (arguments, message), result in zip(expected.items(), checkout.run_each(expected)):
         assert result.code != 0 and result.error.startswith("error: ") and message in result.error, (arguments, result.error)
     assert "Traceback" in checkout.run("--debug", "reproduce", "marbel").err
     (checkout.root / "nbs" / "toys" / "later" / "paper.yml").write_text("slug: later\narea: toys\ntitel: X\n")
     assert "later/paper.yml:3: titel: unknown key" in checkout.run("list").err
+
+
+def test_claims_that_cannot_be_joined(checkout: Checkout):
+    checkout.paper("toy", {f"9{i}_part": notebook(PARAMETERS, record("it", 0.5, 0.4, 0.6)) for i in (0, 1)})
+    result = checkout.run("reproduce", "toy", "--cores", "2")
+    assert result.code == 1 and "executed 2 of 2" in result.out
+    assert result.error.startswith("FAILED toy: its claims can't be joined: ") and "claim 'it' is recorded by two notebooks" in result.error
 
 
 def _mount(folder: Path, options: str) -> None:

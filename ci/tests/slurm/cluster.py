@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Self
 
 DAEMONS = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm"}
 
@@ -30,7 +31,7 @@ def install() -> str | None:
         policy.chmod(0o755)
     try:
         for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *missing()]):
-            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, timeout=600)
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, timeout=600, check=False)
             if done.returncode: return f"{' '.join(command)} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
     finally:
         if made: policy.unlink()
@@ -53,7 +54,7 @@ class Cluster:
         (folder / "munge").chmod(0o711)
         self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{folder / 'bin'}:{os.environ.get('PATH', '')}"}
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         try:
             self._munge()
             self._configure()
@@ -72,9 +73,8 @@ class Cluster:
 
     def _start(self, command: list[str], name: str) -> None:
         path = shutil.which(command[0], path=os.environ.get("PATH", "") + ":/usr/sbin")
-        log = open(self.folder / "log" / f"{name}.out", "w")
-        # a process group of its own: the daemons mustn't get what is meant for the tests, nor outlive them
-        self.processes.append(subprocess.Popen([path, *command[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | self.env, start_new_session=True))
+        with open(self.folder / "log" / f"{name}.out", "w") as log:  # a session of its own: an interrupt is meant for the tests
+            self.processes.append(subprocess.Popen([path, *command[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | self.env, start_new_session=True))
 
     def _munge(self) -> None:
         key, self.socket = self.folder / "munge" / "key", self.folder / "munge" / "socket"
@@ -123,7 +123,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """)
 
     def command(self, *arguments: str) -> str:
-        return subprocess.run(arguments, env=os.environ | self.env, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(arguments, env=os.environ | self.env, capture_output=True, text=True, timeout=60, check=False).stdout
 
     def _wait(self) -> None:
         self._until(lambda: self.command("sinfo", "-h", "-o", "%t").strip() == "idle", "the node to be idle")

@@ -5,8 +5,8 @@ import pytest
 
 for folder in (Path(__file__).parent, Path(__file__).parents[1] / "runner"): sys.path.insert(0, str(folder))
 
-from checkout import Checkout  # noqa: E402
-from cluster import Cluster, install  # noqa: E402
+from checkout import Checkout
+from cluster import Cluster, install
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def oracle_topk(
     n = max(1, round(density * k.shape[1]))
     return _masked(q, k, v, lambda s, e, z: torch.zeros_like(z, dtype=torch.bool).scatter_(-1, z.topk(n, -1).indices, True))
 
-# %% ../../../nbs/efficient_inference/monarch_rt/03_rivals.ipynb #c2df0674
+# %% ../../../nbs/efficient_inference/monarch_rt/03_rivals.ipynb #ed95362c
 def _block_of(n: int, block: int, device) -> Tensor:
     return torch.arange(n, device=device) // block
 
@@ -114,7 +114,7 @@ def xattention(
     keep[..., 0] = True
     return _block_masked(q, k, v, torch.zeros_like(keep).scatter_(-1, order, keep), block)
 
-# %% ../../../nbs/efficient_inference/monarch_rt/03_rivals.ipynb #7001e3fc
+# %% ../../../nbs/efficient_inference/monarch_rt/03_rivals.ipynb #bacc52c9
 def _window(n: int, tile: int, width: int, device) -> Bool[Tensor, "n n"]:
     "Along one axis: which keys the queries of each tile see, the window shifted inside at the border."
     tiles, span = n // tile, width // tile
@@ -176,7 +176,7 @@ def monarch_untiled(
     if q.shape[1] % block: raise ValueError(f"block: {block} doesn't divide {q.shape[1]} tokens")
     return monarch_attention(q, k, v, (1, q.shape[1] // block, block), (1, q.shape[1] // block, block), iters=iters)
 
-# %% ../../../nbs/efficient_inference/monarch_rt/03_rivals.ipynb #68255cab
+# %% ../../../nbs/efficient_inference/monarch_rt/03_rivals.ipynb #697ebcd5
 def planted_video_qkv(
     grid: tuple[int, int, int],  # frames, rows, columns
     *,

@@ -438,31 +438,35 @@ class MACEPotential(LocalEnergy):
 
     def atomic_energies(self, numbers, pos, cell=None, pbc=False) -> Float[Tensor, "n"]:
         "MACE's `node_energy`, eV."
-        index, shifts, unit_shifts, lattice = _edges(pos, self.cutoff, cell, pbc)
+        index, shifts, unit_shifts, lattice = _edges(pos.double(), self.cutoff, cell, pbc)
         elements = self.model.atomic_numbers.tolist()
         try: kinds = torch.tensor([elements.index(int(z)) for z in numbers], device=pos.device)
         except ValueError: raise ValueError(f"numbers: this model knows elements {elements}") from None
-        data = {"positions": pos.double(), "edge_index": index, "shifts": shifts.double(), "unit_shifts": unit_shifts.double(), "cell": lattice.double(),
+        data = {"positions": pos.double(), "edge_index": index, "shifts": shifts, "unit_shifts": unit_shifts, "cell": lattice,
                 "node_attrs": nn.functional.one_hot(kinds, len(elements)).double(), "batch": torch.zeros(len(pos), dtype=torch.long, device=pos.device),
                 "ptr": torch.tensor([0, len(pos)], device=pos.device), "head": torch.zeros(1, dtype=torch.long, device=pos.device)}
         return self.model(data, training=True, compute_force=False)["node_energy"]
 
 
 class SevenNetPotential(LocalEnergy):
-    "A SevenNet model without its force output."
+    "A SevenNet model without its force output, with the cutoff and the element numbering of its checkpoint."
 
-    def __init__(self, model: nn.Module):
-        self.model = model.double()
-        self.cutoff, self.num_layers = float(model.cutoff), sum(name.endswith("convolution") for name in model._modules)
+    def __init__(self, model: nn.Module, cutoff: float, type_map: dict[int, int]):
+        self.model, self.cutoff, self.type_map = model.double(), float(cutoff), type_map
+        self.num_layers = sum(name.endswith("convolution") for name in model._modules)
         for name in [n for n in model._modules if n.startswith("force_output")]: del model._modules[name]
+        model.set_is_batch_data(False)
+        if hasattr(model, "eval_type_map"): model.eval_type_map = torch.tensor(False)  # `x` is numbered here
 
     def atomic_energies(self, numbers, pos, cell=None, pbc=False) -> Float[Tensor, "n"]:
-        "SevenNet's `atomic_energy`, eV."
-        index, shifts, unit_shifts, lattice = _edges(pos, self.cutoff, cell, pbc)
-        kinds = torch.tensor([self.model.type_map[int(z)] for z in numbers], device=pos.device)
-        data = {"x": kinds, "node_feature": kinds, "atomic_numbers": torch.as_tensor(np.asarray(numbers)), "pos": pos.double(), "edge_index": index,
-                "edge_vec": pos.double()[index[1]] - pos.double()[index[0]] + shifts.double(), "num_atoms": torch.tensor(len(pos)), "cell_lattice_vectors": lattice.double()}
-        return self.model(data)["atomic_energy"].reshape(-1)
+        "SevenNet's energy per atom, eV."
+        index, shifts, unit_shifts, lattice = _edges(pos.double(), self.cutoff, cell, pbc)
+        try: kinds = torch.tensor([self.type_map[int(z)] for z in numbers], device=pos.device)
+        except KeyError as e: raise ValueError(f"numbers: this model doesn't know element {e}") from None
+        data = {"x": kinds, "atomic_numbers": torch.as_tensor(np.asarray(numbers), device=pos.device), "pos": pos.double(), "edge_index": index,
+                "edge_vec": pos.double()[index[1]] - pos.double()[index[0]] + shifts, "pbc_shift": unit_shifts, "cell_lattice_vectors": lattice,
+                "batch": torch.zeros(len(pos), dtype=torch.long, device=pos.device), "num_atoms": torch.tensor(len(pos), device=pos.device)}
+        return self.model(data)["inferred_atomic_energy"].reshape(-1)
 
 
 def load_foundation(
@@ -475,7 +479,8 @@ def load_foundation(
             from mace.calculators import mace_off
             return MACEPotential(mace_off(model=name.split()[-1], device=device, default_dtype="float64", return_raw_model=True))
         if name == "SevenNet-0":
-            from sevenn.util import load_checkpoint
-            return SevenNetPotential(load_checkpoint("7net-0").build_model())
+            from sevenn.util import model_from_checkpoint, pretrained_name_to_path
+            model, config = model_from_checkpoint(pretrained_name_to_path("7net-0"))
+            return SevenNetPotential(model.to(device), config["cutoff"], config["type_map"])
     except ImportError as e: raise ImportError(f"{name} needs the package {e.name!r}: pip install mace-torch or sevenn; only `paper` scale uses it") from e
     raise ValueError(f"name: {name!r} is not MACE-OFF23 small, MACE-OFF23 medium or SevenNet-0")
