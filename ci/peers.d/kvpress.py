@@ -31,6 +31,7 @@ def digest(ids): return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16
 def write_samples(file: Path) -> None:
     "The same samples as the notebooks draw, and their dense likelihood in the project's environment."
     import torch
+
     from neurips26_lit.core.models import SHIPPED, converted, load_lm
     from neurips26_lit.efficient_inference.prefill import chunked_prefill
     from neurips26_lit.efficient_inference.ruler import answer_nll, gold_ids, sample_ids, suite
@@ -113,7 +114,8 @@ def write_answers(file: Path) -> None:
             ids, gold = sample["ids"], sample["gold"]
             logits, kept = compressed(model, ids, {**presses, "dense": ChunkPress(press=KeyDiffPress(compression_ratio=0.0))})
             nll = {name: read_answer(model, logits, copy_of(*kv), gold, len(ids)) for name, kv in kept.items()}
-            for name in methods: methods[name].setdefault("kv_read", []).append(sum(k.shape[2] for k in kept[name][0]) / len(kept[name][0]) / len(ids))
+            for name, method in methods.items():
+                method.setdefault("kv_read", []).append(sum(k.shape[2] for k in kept[name][0]) / len(kept[name][0]) / len(ids))
             if i % N == 0: routes += [abs(by_context_manager(model, ids, gold, presses[name]) - nll[name]) for name in methods if name.endswith("keep 0.5")]
             rows.append({"id": sample["id"], "task": sample["task"], "seed": sample["seed"], "n_tokens": len(ids), "ids_digest": digest(ids), "dense_ours": sample["dense_ours"], "nll": nll})
             print(f"answers {i + 1}/{len(asked['samples'])}: {sample['id']} dense {nll['dense']:.4f}", *(f"{name.split('/')[0][:-5]} {nll[name]:.2f}" for name in methods if "256/keep 0.5" in name), flush=True)

@@ -148,8 +148,9 @@ def _lessons(folder: Path) -> list[Path]:
 def reading_order(
     folder: str,  # relative to nbs/, such as `core`
 ) -> Fragment:
-    "The notebooks of a folder with their one sentence."
+    "The notebooks of a folder with their one sentence; empty when there are none yet."
     rows = [(p.name, *heading(p)) for p in _lessons(home() / "nbs" / folder)]
+    if not rows: return Fragment("", "")
     return Fragment('<ol class="lessons">' + "".join(f'<li><a href="{name}">{_prose(title)}</a><br><span>{_prose(said)}</span></li>' for name, title, said in rows) + "</ol>",
                     "\n".join(f"1. [{title}]({folder}/{name}): {said}" for name, title, said in rows))
 
@@ -198,24 +199,40 @@ def _grid(rows: list[dict]) -> str:
     return _table([_prose(c.replace("_", " ")) for c in columns], [[show(row.get(c)) for c in columns] for row in rows], "numbers")
 
 
+def _resources(rows: list[dict]) -> str:
+    "The largest need of any configuration on each architecture, and every row folded."
+    worst = []
+    for arch in dict.fromkeys(r["arch"] for r in rows):
+        mine = [r for r in rows if r["arch"] == arch]
+        worst.append({"architecture": f"sm_{arch}", "configurations": len(mine), "most registers": max(r["registers"] for r in mine),
+                      "most shared memory (bytes)": max(r["shared"] for r in mine), "spilled (bytes)": sum(r["spills"] for r in mine)})
+    return _raw(_grid(worst) + f"<details><summary>All {len(rows)} rows</summary>{_grid(rows)}</details>")
+
+
+def _benchmark(file: Path) -> str:
+    "A benchmark on a GPU: what ran, whether its answers were right, the times, the plot."
+    data = json.loads(file.read_text(encoding="utf-8"))
+    gate, facts = data.get("gate", []), {k: v for k, v in data.items() if k not in ("name", "rows", "gate", "gate_passed") and not isinstance(v, (list, dict))}
+    text = f"### On {data['gpu']}\n\n"
+    if gate: text += f"{sum(g['ok'] for g in gate)} of {len(gate)} correctness cases pass" + ("" if data["gate_passed"] else ", so no speed is reported") + ".\n\n"
+    rows = [{k: v for k, v in row.items() if k not in facts} for row in data["rows"]] if data.get("gate_passed", True) else []
+    plot = file.with_suffix(".png")
+    if rows and plot.exists(): text += f"![Time and speed-up on {data['gpu']}](images/kernels/{plot.name})\n\n"
+    if rows: text += _raw(f"<details open><summary>{len(rows)} rows</summary>{_grid(rows)}</details>")
+    return text + _raw(f"<p class='small-note'>{_prose(' · '.join(f'{k} {v}' for k, v in facts.items() if v is not None))}</p>") + "\n"
+
+
 def kernels_page(
     folder: Path,  # kernels/
 ) -> str:  # Markdown with front matter
     "What each kernel computes, what it takes on each architecture, and how fast it was on a GPU."
-    text = "---\ntitle: Kernels\ndescription: Hand-written Triton, compiled for five GPU architectures.\n---\n\n"
+    text = "---\ntitle: Kernels\ndescription: Hand-written Triton, compiled ahead of time for each GPU architecture.\n---\n\n"
     for file in sorted(f for f in folder.glob("*.py") if f.name != "__init__.py"):
         about = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
         text += f"## {file.stem} {{#{file.stem}}}\n\n{about}\n\n[Functions and shapes](api/kernels.{file.stem}.qmd)\n\n"
         record = file.with_suffix(".resources.json")
-        rows = json.loads(record.read_text(encoding="utf-8"))["rows"] if record.exists() else []
-        if rows:
-            worst = [{"architecture": f"sm_{arch}", "configurations": len(mine), **{f"most {k}": max(r[k] for r in mine) for k in ("registers", "shared", "spills")}}
-                     for arch in dict.fromkeys(r["arch"] for r in rows) for mine in [[r for r in rows if r["arch"] == arch]]]
-            text += "### Resources\n\n" + _raw(_grid(worst) + f"<details><summary>All {len(rows)} rows</summary>{_grid(rows)}</details>") + "\n"
-        for bench in sorted(folder.glob(f"{file.stem}.bench*.json")):
-            data = json.loads(bench.read_text(encoding="utf-8"))
-            facts = {k: v for k, v in data.items() if k != "rows" and not isinstance(v, (list, dict))}
-            text += f"### Benchmark: {data.get('gpu', bench.stem)}\n\n" + _raw(_grid(data["rows"]) + "<p class='small-note'>" + _prose(" · ".join(f"{k}: {v}" for k, v in facts.items())) + "</p>") + "\n"
+        text += "### Resources\n\n" + _resources(json.loads(record.read_text(encoding="utf-8"))["rows"]) + "\n" if record.exists() else "Not compiled yet.\n\n"
+        text += "".join(_benchmark(b) for b in sorted(folder.glob(f"{file.stem}.bench.*.json")) if not b.stem.endswith("dry-run"))
     return text
 
 # %% ../../nbs/core/13_docs.ipynb #df2dba4b
@@ -337,6 +354,15 @@ def modules(
     return found + [Module(f"kernels.{f.stem}", f, None) for f in sorted((root / "kernels").glob("*.py")) if not f.name.startswith("_")]
 
 
+def _passed_on(m: Module) -> list[tuple[str, str]]:
+    "Names of `__all__` that the module takes from another one of the library, with that module."
+    tree = ast.parse(m.file.read_text(encoding="utf-8"))
+    listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and _targets(n) == ["__all__"]]
+    public, parts = set(ast.literal_eval(listed[0])) if listed else set(), m.name.split(".")
+    origin = lambda n: ".".join([*parts[: len(parts) - n.level], n.module]) if n.level else n.module.removeprefix("neurips26_lit.")
+    return [(a.name, origin(n)) for n in tree.body if isinstance(n, ast.ImportFrom) and n.module for a in n.names if (a.asname or a.name) in public]
+
+
 def _symbol_markdown(s: Symbol, level: str, anchor: str) -> str:
     rows = [[f"<code>{html.escape(n)}</code>" if n != "returns" else "<em>returns</em>", f"<code>{html.escape(t)}</code>" if t else "", f"<code>{html.escape(d)}</code>" if d else "", _prose(m)] for n, t, d, m in s.rows]
     table = _raw(_table(["name", "type and shape", "default", "meaning"], rows, "api")) if rows else ""
@@ -354,6 +380,8 @@ def api_pages(
         symbols = module_symbols(m.file)
         if not symbols: continue
         said = f"Derived in [{heading(root / 'nbs' / m.notebook)[0]}](../{m.notebook})." if m.notebook else "Hand-written; its resources are on the [Kernels page](../kernels.qmd)."
+        also = ", ".join(f"[`{name}`]({origin}.qmd#{name})" for name, origin in _passed_on(m))
+        if also: said += f" It passes on {also}."
         pages[f"api/{m.name}.qmd"] = (f'---\ntitle: "{m.name}"\n---\n\n```python\nfrom neurips26_lit.{m.name} import {", ".join(s.name for s in symbols[:3])}\n```\n\n{said}\n\n'
                                       + "".join(_symbol_markdown(s, "##", s.name) for s in symbols))
         links = ", ".join(f'<a href="{m.name}.html#{s.name}"><code>{s.name}</code></a>' for s in symbols)
@@ -660,15 +688,19 @@ def sidebar(
 ) -> list:
     "The sidebar's entries, as `_quarto.yml` writes them."
     nbs = root / "nbs"
-    entry = lambda p: {"text": _short(heading(p)[0]), "href": p.relative_to(nbs).as_posix()}
+    def entries(folder: Path) -> list[dict]:
+        titles = {p: heading(p)[0] for p in _lessons(folder)}
+        short = Counter(map(_short, titles.values()))  # a short name that two notebooks share is no name
+        name = lambda p, t: "Overview" if p.stem == "00_overview" else _short(t) if short[_short(t)] == 1 else t.replace("`", "")
+        return [{"text": name(p, t), "href": p.relative_to(nbs).as_posix()} for p, t in titles.items()]
     def section(name: str, folder: Path, extra: list) -> dict:
         index = folder / "index.ipynb"
         link = {"href": index.relative_to(nbs).as_posix()} if index.exists() else {}
-        return {"section": name, **link, "contents": [*map(entry, _lessons(folder)), *extra]}
+        return {"section": name, **link, "contents": [*entries(folder), *extra]}
     found = [{"text": "Home", "href": "index.ipynb"}, section("The spine", nbs / "core", [])]
     for a in areas().values():
         built = [p for p in papers() if p.area == a.name and p.status == "built" and p.notebooks()]
-        found.append(section(a.title, nbs / a.name, [{"section": p.systems[0] if p.systems else p.title, "contents": [*map(entry, _lessons(p.folder))]} for p in built]))
+        found.append(section(a.title, nbs / a.name, [{"section": p.systems[0] if p.systems else p.title, "contents": entries(p.folder)} for p in built]))
     reference = [{"text": ".".join(m.name.split(".")[-2:]), "href": f"api/{m.name}.qmd"} for m in modules(root) if module_symbols(m.file)]
     return [*found, {"text": "---"}, {"text": "Evidence", "href": "evidence.qmd"}, {"text": "Kernels", "href": "kernels.qmd"}, {"section": "API reference", "href": "api/index.qmd", "contents": reference}]
 
@@ -697,6 +729,8 @@ def _prepare(root: Path, scratch: Path, renderer: str) -> int:
         (scratch / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).write_text(text, encoding="utf-8")
     for folder in ("assets", "images"): shutil.copytree(nbs / folder, scratch / folder, dirs_exist_ok=True)
+    (scratch / "images" / "kernels").mkdir(parents=True, exist_ok=True)
+    for plot in (root / "kernels").glob("*.bench.*.png"): shutil.copy(plot, scratch / "images" / "kernels" / plot.name)
     config = yaml.safe_load((root / "_quarto.yml").read_text(encoding="utf-8"))
     config["project"]["output-dir"] = "_site"
     config["website"]["sidebar"]["contents"] = sidebar(root)

@@ -432,7 +432,8 @@ class Watch:
     mb: float = 0.0
     started: float = field(default_factory=time.monotonic)
     working: float | None = None  # when the first cell began
-    stopped: str | None = None  # why it was stopped from outside
+    stopped: str | None = None  # why it was stopped
+    told: bool = False  # whether somebody outside asked for it
     _children: list = field(default_factory=list)
     _looked: float = 0.0
 
@@ -514,7 +515,7 @@ def _kernel_manager(watch: Watch, env: dict[str, str]) -> type:
     class ThisPython(AsyncKernelManager):
         @property
         def kernel_spec(self):
-            return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], display_name="Python 3", language="python")
+            return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--IPKernelApp.log_level=ERROR"], display_name="Python 3", language="python")
 
         async def start_kernel(self, **kw):
             watch.kernel = self
@@ -600,11 +601,11 @@ def _execute(job: Job, watch: Watch) -> BaseException | None:
 
 def _over_limit(job: Job, watch: Watch) -> str | None:
     "Why the notebook must stop now."
-    yml = f"raise resources.{job.notebook.stem}.{job.scale} in {_short(job.notebook.parent / 'paper.yml')}" if paper_of(job.notebook.parent) else "shared notebooks keep to the budget"
+    paper = paper_of(job.notebook.parent)
+    more = f", or raise resources.{job.notebook.stem}.{job.scale} in {_short(paper.file)}" if paper else ""
     if job.seconds and watch.worked > job.seconds:
-        return f"stopped after {watch.worked:.0f} s; its limit at {job.scale} is {job.seconds:g} s ({PATIENCE} × the budget of {job.budget.seconds:g} s): make it shorter, or {yml}"
-    if job.budget.mb and watch.mb > job.budget.mb:
-        return f"stopped at {watch.mb:.0f} MB; its limit at {job.scale} is {job.budget.mb:g} MB: use less memory, or {yml}"
+        return f"stopped after {watch.worked:.0f} s; its limit at {job.scale} is {job.seconds:g} s ({PATIENCE} × the budget of {job.budget.seconds:g} s): make it shorter{more}"
+    if job.budget.mb and watch.mb > job.budget.mb: return f"stopped at {watch.mb:.0f} MB; its limit at {job.scale} is {job.budget.mb:g} MB: use less memory{more}"
     return None
 
 
@@ -648,7 +649,8 @@ def run_notebook(
         watch.measure()
         why = stop() or _over_limit(job, watch)
         if why or watch.stopped: watch.kill(why)
-        if watch.stopped and stop(): break
+        watch.told = watch.told or bool(stop())
+        if watch.told: break
         ticks += 1
         if ticks % 2: _show_progress(job, watch, run)
     watch.sweep()
@@ -667,7 +669,7 @@ def _finish(job: Job, record: dict, watch: Watch, error: BaseException | None) -
             record["sha256"] = file_hash(job.output)
         else:
             record["error"], record["exception"] = _explain(job, error, watch)
-            record["state"] = "failed"
+            record["state"] = "stopped" if watch.told else "failed"
             if watch.notebook is not None: write_atomic(_failed_file(job), nbformat.writes(watch.notebook) + "\n")
     except OSError as e:
         text = disk_message(e, job.folder)
@@ -870,7 +872,7 @@ def outcome(
     mine = record is not None and record["run"] == run
     if is_done(job): return Outcome(job, "executed", **numbers) if mine else Outcome(job, "skipped", f"unchanged since {record['started'][:16].replace('T', ' ')}", **numbers)
     if job.name in spoken and not (mine and record["error"]): return Outcome(job, "failed", spoken[job.name])
-    if mine and record["error"] and not interrupted: return Outcome(job, "failed", record["error"], **numbers)
+    if mine and (record["state"] == "failed" or (record["state"] == "stopped" and not interrupted)): return Outcome(job, "failed", record["error"], **numbers)
     if interrupted: return Outcome(job, "skipped", "the run was interrupted")
     waits = [i.rpartition("/")[2] for i in job.after if i in failed]
     if waits: return Outcome(job, "skipped", f"needs {waits[0]}, which failed")
@@ -952,7 +954,7 @@ class Lines:
         for job, note in self.notes():
             at, before = self.told.get(job.id, (None, {}))
             if at is None: self.say(f"{job.name}: started")
-            elif now - at < 10 or note == before: continue
+            elif now - at < (10 if note["line"] != before["line"] else 30): continue
             else: self.say(f"{job.name}: cell {note['cell']} of {note['cells']}, {note['seconds']:.0f} s, {note['mb']} MB{', ' + note['line'] if note['line'] else ''}")
             self.told[job.id] = (now, note)
         for job, record in self.ended():
@@ -1074,7 +1076,7 @@ def save(report: Report) -> list[Path]:
         except OSError as e: raise RunError(disk_message(e, path).replace("choose another folder with --out", "then save again")) from None
     return list(texts)
 
-# %% ../../nbs/core/11_reproduce.ipynb #91668b90
+# %% ../../nbs/core/11_reproduce.ipynb #a914ca31
 def reproduce(
     names: list[str],  # papers, `core`, areas, or `target/notebook`
     *,

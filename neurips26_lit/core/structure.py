@@ -233,16 +233,9 @@ def readme(root: Path, notebooks: dict[Path, dict]) -> list[Problem]:
 
 def kernel_resources(root: Path, notebooks: dict[Path, dict]) -> list[Problem]:
     "The recorded registers and shared memory belong to the kernel's source."
-    from neurips26_lit.core.kernels import source_hash
+    from neurips26_lit.core.kernels import kernel_names, stale
 
-    problems = []
-    for file in sorted((root / "kernels").glob("*.py")):
-        if file.name == "__init__.py": continue
-        record = file.with_suffix(".resources.json")
-        if not record.exists(): problems.append(Problem(str(file.relative_to(root)), f"no recorded resources; run: neurips26 kernels check {file.stem}"))
-        elif json.loads(record.read_text())["source_hash"] != source_hash(file.stem):
-            problems.append(Problem(str(record.relative_to(root)), f"is older than the kernel; run: neurips26 kernels check {file.stem}"))
-    return problems
+    return [Problem(f"kernels/{name}.resources.json", reason) for name in kernel_names() if (reason := stale(name))]
 
 
 CHECKS = (one_module_one_notebook, parameters_cells, notebook_form, export_in_sync, fresh_stamps, paper_files, readme, kernel_resources)

@@ -3,12 +3,12 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from neurips26_lit.core import models
 from neurips26_lit.core.models import MissingModel, cache_dir, capture, collect, head_slices, load_embedder, load_lm, patch
 
-SIZES = dict(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, max_position_embeddings=128)
+SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 128}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=8)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4)),
@@ -110,14 +110,14 @@ def test_pattern_patch(model, ids):
 def test_nothing_is_left_behind(model, ids):
     before, plain = hooks(model), model(ids).logits
     for edit in (lambda x: 1 / 0, lambda x: x[..., :-1], lambda x: None):
-        with pytest.raises((ZeroDivisionError, ValueError)):
-            with patch(model, {"resid_pre.1": lambda x: x + 1, "attn_pattern.1": lambda w: w, "mlp_out.1": edit}), capture(model, "resid_post.0", stop_after=2): model(ids)
+        edits = {"resid_pre.1": lambda x: x + 1, "attn_pattern.1": lambda w: w, "mlp_out.1": edit}
+        with pytest.raises((ZeroDivisionError, ValueError)), patch(model, edits), capture(model, "resid_post.0", stop_after=2): model(ids)
     assert hooks(model) == before and "forward" not in model.__dict__ and torch.equal(model(ids).logits, plain)
 
 
 def test_shape_error_names_site_and_shapes(model, ids):
-    with pytest.raises(ValueError, match=r"mlp_in\.1.*\(3, 11, 24\).*\(3, 10, 24\)"):
-        with patch(model, {"mlp_in.1": lambda x: x[:, 1:]}): model(ids)
+    shapes = r"mlp_in\.1.*\(3, 11, 24\).*\(3, 10, 24\)"
+    with pytest.raises(ValueError, match=shapes), patch(model, {"mlp_in.1": lambda x: x[:, 1:]}): model(ids)
 
 
 @torch.no_grad()
@@ -130,8 +130,7 @@ def test_stop_after(model, ids):
     handle.remove()
     assert torch.equal(whole["resid_post.1"], got["resid_post.1"]) and ran == [2]
     for site in ("resid_pre.2", "final_norm"):
-        with pytest.raises(ValueError, match="never reached"):
-            with capture(model, site, stop_after=1): pass
+        with pytest.raises(ValueError, match="never reached"), capture(model, site, stop_after=1): pass
 
 
 def test_keep_graph(model, ids):
@@ -158,8 +157,7 @@ def test_collect(model, ids):
 
 def test_site_names_are_checked(model):
     for site, word in (("resid", "unknown"), ("resid_pre", "needs a layer"), ("embed.0", "no layer"), ("mlp_out.3", "layers 0 to 2"), ("mlp_out.-1", "layers 0 to 2")):
-        with pytest.raises(ValueError, match=word):
-            with capture(model, site): pass
+        with pytest.raises(ValueError, match=word), capture(model, site): pass
     with pytest.raises(ValueError, match="Linear"): head_slices(torch.nn.Linear(2, 2))
 
 
@@ -220,7 +218,7 @@ def test_conversion_happens_once(small_shipped):
 
 def test_broken_conversion_leaves_nothing(small_shipped, monkeypatch):
     """The disk is full while the model is written: one clear error, no entry, and the next try works."""
-    made, cache = small_shipped
+    _made, cache = small_shipped
     def full(self, place, **kw):
         (place / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")

