@@ -336,10 +336,11 @@ def _interpreter(name: str) -> tuple[int, list[str]]:
     file = home() / "ci" / "tests" / "kernels" / f"test_{name}.py"
     if not file.is_file(): return 0, [f"ci/tests/kernels/test_{name}.py: missing; a kernel needs tests"]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", str(file)], capture_output=True, text=True, env=env, cwd=home())
+    run = subprocess.run([sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", str(file)], capture_output=True, text=True, env=env, cwd=home())
     failed = [line.split(" ", 1)[1] for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     if run.returncode and not failed: failed = [f"{file.name}: pytest ended with {run.returncode}: {(run.stdout + run.stderr).strip().splitlines()[-1]}"]
     passed = re.search(r"(\d+) passed", run.stdout)
+    if not passed and not failed: failed = [f"{file.name}: no test ran"]
     return int(passed[1]) if passed else 0, failed
 
 
