@@ -160,7 +160,7 @@ class Paper(_Strict):
     summary: str  # in our words
     systems: list[str] = []  # names the authors gave
     keywords: list[str] = []  # field terms for search and filters
-    status: Literal["planned", "built"] = "planned"  # built: its notebooks exist
+    status: Literal["planned", "draft", "built"] = "planned"  # draft: notebooks exist, evidence not yet; built: both
     extra: str | None = None  # optional-dependency group
     kernels: list[str] = []  # names in kernels/
     resources: dict[str, dict[str, Budget]] = {}  # notebook stem -> scale -> budget, where it differs from BUDGETS

@@ -25,7 +25,7 @@ def house_style(
 
     sns.set_theme(context="notebook", style="whitegrid", palette=CYCLE, rc={
         "figure.figsize": (7.0, 3.6), "figure.dpi": dpi, "savefig.dpi": dpi, "figure.constrained_layout.use": True,
-        "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "semibold", "axes.titlelocation": "left", "axes.labelsize": 10,
+        "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 10,
         "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9, "legend.frameon": False,
         "axes.edgecolor": PALETTE["grey"], "axes.labelcolor": PALETTE["ink"], "text.color": PALETTE["ink"],
         "grid.color": PALETTE["light"], "axes.spines.top": False, "axes.spines.right": False, "image.cmap": "cividis",

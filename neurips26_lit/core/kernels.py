@@ -108,7 +108,7 @@ def compile_spec(
     try: built = triton.compile(ASTSource(spec.kernel, signature, constexprs, attrs), target=GPUTarget("cuda", arch, 32), options=dict(spec.options))
     except Exception as e: raise ValueError(f"{spec.name} [{spec.config}] sm_{arch}: does not compile: {str(e).strip().splitlines()[-1] if str(e).strip() else type(e).__name__}") from e
     use = _usage(built.asm["cubin"])
-    return Resource(spec.name, spec.config, arch, use["registers"], built.metadata.shared + use["static"] - (1024 if arch >= 90 else 0), use["stack"], use["spills"], getattr(built.metadata, "tmem_size", 0) or 0)
+    return Resource(spec.name, spec.config, arch, use["registers"], built.metadata.shared + max(0, use["static"] - (1024 if arch >= 90 else 0)), use["stack"], use["spills"], getattr(built.metadata, "tmem_size", 0) or 0)
 
 # %% ../../nbs/core/10_kernels.ipynb #cf09e52a
 def folder() -> Path:

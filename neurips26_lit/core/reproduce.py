@@ -722,7 +722,7 @@ def locked(folders: list[Path]) -> Iterator[list[int]]:
             (folder / "run.d").mkdir(parents=True, exist_ok=True)
             handle = os.open(folder / "run.d" / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
             handles.append(handle)
-            for attempt in range(40):  # a run that was just killed takes a moment to die
+            for attempt in range(20):  # a run that was just killed takes a moment to die
                 try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError: time.sleep(0.25)
                 except OSError: break  # a network file system without locks

@@ -141,12 +141,18 @@ def fresh_stamps(root: Path, notebooks: dict[Path, dict]) -> list[Problem]:
     for path, nb in notebooks.items():
         rel, stamp = str(path.relative_to(root)), nb["metadata"].get("neurips26")
         cells = [c for c in nb["cells"] if c["cell_type"] == "code" and _source(c).strip()]
-        if not cells: continue
+        if not cells or _is_draft(path.parent): continue
         command = f"run: neurips26 reproduce {_target(path, root)} --scale small --save"
         if not stamp: problems.append(Problem(rel, f"outputs are not stamped; {command}"))
         elif stamp.get("code_hash") != code_hash(nb): problems.append(Problem(rel, f"outputs are stale: the code changed since they were made; {command}"))
         elif stamp.get("scale") != "small": problems.append(Problem(rel, f"outputs come from scale {stamp.get('scale')!r}, expected 'small'; {command}"))
     return problems
+
+
+def _is_draft(folder: Path) -> bool:
+    "Whether the folder is a paper whose evidence isn't committed yet."
+    file = folder / "paper.yml"
+    return file.exists() and re.search(r"^status: draft\s*$", file.read_text(encoding="utf-8"), re.M) is not None
 
 
 def _target(path: Path, root: Path) -> str:
@@ -190,6 +196,7 @@ def paper_files(root: Path, notebooks: dict[Path, dict]) -> list[Problem]:
                 problems.append(Problem(rel, place[2] if place else line, line=int(place[1]) if place else None))
             continue
         names = [p.name for p in found.notebooks()]
+        if found.status == "draft": continue
         if found.status == "planned":
             if names: problems.append(Problem(rel, "status is planned but notebooks exist"))
             continue
@@ -235,7 +242,8 @@ def kernel_resources(root: Path, notebooks: dict[Path, dict]) -> list[Problem]:
     "The recorded registers and shared memory belong to the kernel's source."
     from neurips26_lit.core.kernels import kernel_names, stale
 
-    return [Problem(f"kernels/{name}.resources.json", reason) for name in kernel_names() if (reason := stale(name))]
+    drafts = {k for f in (root / "nbs").glob("*/*/paper.yml") if _is_draft(f.parent) for k in read_paper(f).kernels}
+    return [Problem(f"kernels/{name}.resources.json", reason) for name in kernel_names() if name not in drafts and (reason := stale(name))]
 
 
 CHECKS = (one_module_one_notebook, parameters_cells, notebook_form, export_in_sync, fresh_stamps, paper_files, readme, kernel_resources)

@@ -95,6 +95,24 @@ def test_single_site_patch_moves_only_what_follows(model, ids):
     assert torch.equal(after["resid_post.2"][:, :5], plain["resid_post.2"][:, :5]) and not torch.allclose(after["resid_post.2"][:, 5], plain["resid_post.2"][:, 5])
 
 
+@pytest.mark.parametrize("site", ["embed", "resid_pre.1", "attn_out.1", "head_out.1", "attn_pattern.1", "mlp_in.1", "mlp_out.1", "resid_post.1", "final_norm"])
+@torch.no_grad()
+def test_every_site_can_be_changed(model, ids, site):
+    """An edit is seen by a capture inside it and by the logits."""
+    edit = lambda x: x.flip(1)
+    with capture(model, site) as before: plain = model(ids).logits
+    with patch(model, {site: edit}), capture(model, site) as after: moved = model(ids).logits
+    assert torch.equal(after[site], before[site].flip(1)) and (moved - plain).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_mlp_out_is_what_is_added(model, ids):
+    """Without it the stream is short by exactly that much, a norm behind the MLP included."""
+    with capture(model, ["mlp_out.1", "resid_post.1"]) as got: model(ids)
+    with patch(model, {"mlp_out.1": torch.zeros_like}), capture(model, "resid_post.1") as short: model(ids)
+    assert (got["resid_post.1"] - short["resid_post.1"] - got["mlp_out.1"]).abs().max() <= 1e-4 < got["mlp_out.1"].abs().max()
+
+
 @torch.no_grad()
 def test_pattern_patch(model, ids):
     """Attending only to oneself is attention with an identity pattern: head_out becomes the value of the token itself."""

