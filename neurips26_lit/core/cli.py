@@ -33,10 +33,10 @@ def print_table(
 ) -> None:
     "Print rows; the words of verdicts and results are coloured."
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(*columns, title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(*(Column(c, overflow="fold") for c in columns), title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows: table.add_row(*(Text(str(cell), style=STYLES.get(str(cell), "")) for cell in row))
     console().print(table)
 

