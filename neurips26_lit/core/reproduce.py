@@ -873,6 +873,7 @@ def outcome(
     if is_done(job): return Outcome(job, "executed", **numbers) if mine else Outcome(job, "skipped", f"unchanged since {record['started'][:16].replace('T', ' ')}", **numbers)
     if job.name in spoken and not (mine and record["error"]): return Outcome(job, "failed", spoken[job.name])
     if mine and (record["state"] == "failed" or (record["state"] == "stopped" and not interrupted)): return Outcome(job, "failed", record["error"], **numbers)
+    if mine and record["state"] == "done": return Outcome(job, "failed", f"{job.name}: it, or a module it uses, changed before it started: run the same command again", **numbers)
     if interrupted: return Outcome(job, "skipped", "the run was interrupted")
     waits = [i.rpartition("/")[2] for i in job.after if i in failed]
     if waits: return Outcome(job, "skipped", f"needs {waits[0]}, which failed")
@@ -912,14 +913,15 @@ def collect(settings: Settings, jobs: list[Job], lines: list[str], interrupted: 
         merge_run(folder, source)
         paper = paper_of(source)
         if not paper or not paper.claims or interrupted: continue
-        try: report.claims[paper.slug] = merge_paper(paper, folder, settings)
-        except ValueError as e: report.problems.append(f"{paper.slug}: its claims can't be joined: {e}")
+        try: report.claims[paper.slug] = merge_paper(paper, folder, settings, jobs)
+        except (ValueError, RunError) as e: report.problems.append(f"{paper.slug}: its claims can't be joined: {e}")
     return report
 
 
-def merge_paper(paper: Paper, folder: Path, settings: Settings) -> dict:
-    "Join the claims of a paper's run notebooks. Only results of the present content count."
-    everything = plan(replace(settings, targets=(paper.slug,)))
+def merge_paper(paper: Paper, folder: Path, settings: Settings, jobs: list[Job]) -> dict:
+    "Join the claims of a paper's notebooks: those of this run, and earlier ones whose content is still the same."
+    ran = {j.id: j for j in jobs}
+    everything = [ran.get(j.id, j) for j in _jobs(*choose(paper.slug), settings)]
     counted = [j.notebook.stem for j in everything if is_done(j)]
     return merge_claims(folder, counted, source=paper, scale=settings.scale, seed=settings.seed)
 

@@ -119,6 +119,17 @@ def test_training_notebooks_come_first_and_shared_notebooks_are_targets(checkout
     assert result.error.startswith("FAILED toy/80_train, cell 4, line 1: ZeroDivisionError: division by zero")
 
 
+def test_a_notebook_edited_while_it_runs(checkout: Checkout):
+    "What ran counts for the table of this run; the next run sees that it is stale."
+    edit = "path = pathlib.Path(os.environ['NEURIPS26_HOME']) / 'nbs/toys/toy/90_reproduce.ipynb'\npath.write_text(path.read_text().replace('0.6, 0.5', '0.7, 0.5'))"
+    checkout.paper("toy", {"90_reproduce": notebook(PARAMETERS, count("90"), record("it", 0.6, 0.5, 0.8), edit)})
+    first = checkout.run("reproduce", "toy")
+    assert first.code == 0 and "executed 1 of 1" in first.out and "0.6 [0.5, 0.8]" in first.out
+    second = checkout.run("reproduce", "toy")
+    assert second.code == 0 and "executed 1 of 1" in second.out and "0.7 [0.5, 0.8]" in second.out
+    assert "executed 0 of 1" in checkout.run("reproduce", "toy").out
+
+
 def test_a_terminal_gets_live_bars(checkout: Checkout):
     checkout.write("core/01_base", notebook("for i in range(9): print('epoch', i)\nimport time; time.sleep(2.5)", "2 + 2"))
     main, sub = pty.openpty()
