@@ -69,7 +69,8 @@ def test_python_docs_are_the_topics_of_help():
 
 
 def test_docstrings_are_what_the_running_library_says():
-    import argparse, decimal, statistics
+    import argparse
+    import statistics
     texts, _ = D.python_docs(docstrings=True)
     for name, thing in (("textwrap.TextWrapper", textwrap.TextWrapper), ("statistics.quantiles", statistics.quantiles), ("argparse.ArgumentParser", argparse.ArgumentParser), ("json", json)):
         assert texts[name] == inspect.getdoc(thing), name

@@ -1,5 +1,4 @@
 """CompactAttention: the sheet's twelve oracles, each by a route that shares no code with what it tests, and mutants that must be caught."""
-import importlib
 import inspect
 import itertools
 import math
