@@ -327,3 +327,32 @@ def test_bad_recall_arguments():
     g = torch.Generator()
     for args in ((2, 30, 4, g), (2, 32, 9, g), (2, 400, 21, g), (2, 32, 0, g)):
         with pytest.raises(ValueError, match="length, pairs"): T.recall_batch(*args)
+
+
+def test_gates_name_what_failed():
+    good = T.RecallReport(0.95, torch.tensor([[0.0, 0.8]]), ((0, 1),), 0.05, 0.9)
+    T._require(good)
+    for change, message in ((dict(accuracy=0.89), "accuracy"), (dict(attention=torch.tensor([[0.3, 0.1]])), "attention of the best head"), (dict(without=0.31), "without look-up heads"), (dict(moved=0.5), "moved attention")):
+        with pytest.raises(RuntimeError, match=f"gate '.*{message}.*' failed"): T._require(good._replace(**change))
+
+
+def test_an_untrained_model_does_not_pass():
+    report = T.recall_report(T.TinyLM(T.RECALL_SIZES["smoke"].cfg), length=32, pairs=4, n=64)
+    assert report.accuracy < 0.2 and report.attention.max() < 0.2 and report.attention.shape == (2, 4)
+    with pytest.raises(RuntimeError, match="accuracy"): T._require(report)
+
+
+@pytest.mark.slow
+def test_recall_lm_is_trained_and_verified():
+    import os
+    os.environ.pop("NEURIPS26_CACHE")                                             # share the cache with the notebook: half a minute of training, once
+    found = T.recall_lm(0, progress=False)
+    r = found.report
+    assert r.accuracy > 0.9 and r.without < 0.3 and r.moved > 0.6 and all(layer > 0 for layer, _ in r.heads)      # the first layer can't look things up
+    fresh = T.recall_batch(200, found.sizes.length, 6, torch.Generator().manual_seed(77))
+    with torch.no_grad(): guess = found.model(fresh.ids).logits.argmax(-1).gather(1, fresh.asked)
+    assert (guess == fresh.ids.gather(1, fresh.source)).float().mean() > 0.9
+    ids, weight = T.repeat_batch(100, found.sizes.length, torch.Generator().manual_seed(78))
+    with torch.no_grad(): right = found.model(ids).logits[:, :-1].argmax(-1) == ids[:, 1:]
+    assert right[weight[:, 1:].bool()].float().mean() > 0.85                     # stage one is not forgotten
+    with pytest.raises(ValueError, match="unknown scale"): T.recall_lm(0, "huge")
