@@ -378,7 +378,7 @@ def train_lm(
     if steps < 1: raise ValueError(f"steps: must be at least 1, got {steps}")
     source = digest(data.numpy()) if stream else data_key + code_hash(data)
     fields = {"cfg": cfg, "data": source, "seed": seed, "steps": steps, "batch": batch * stream, "length": length * stream, "lr": lr, "warmup": warmup, "weight_decay": weight_decay, "stop": stop,
-              "init": digest(*(v.cpu().numpy() for v in init.state_dict().values())) if init else "", "code": code_hash(TinyLM, _visible, Decoder, Block, Attention, SwiGLU, rotate, rope_angles, lm_loss, _fit, _crops, learning_rate)}
+              "init": digest(*(v.cpu().numpy() for v in init.state_dict().values())) if init else "", "code": code_hash(TinyLM, Decoder, Block, Attention, SwiGLU, rotate, rope_angles, lm_loss, _fit, _crops, learning_rate)}
     batches = (lambda step, generator: _crops(data, batch, length, generator).to(device)) if stream else data
 
     def make() -> dict:
