@@ -1,6 +1,7 @@
 """core.tiny_lm against transformers' Llama, against itself in pieces, and the training cache under damage and races."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from neurips26_lit.core import tiny_lm as T
 from neurips26_lit.core.models import cached_forward, capture, collect, head_slices, patch
 
 torch.set_num_threads(1)
+SHARED = os.environ.get("NEURIPS26_CACHE")
 SMALL = T.TinyConfig(vocab=50, dim=32, layers=2, heads=4, kv_heads=2)
 
 
@@ -343,9 +345,9 @@ def test_an_untrained_model_does_not_pass():
 
 
 @pytest.mark.slow
-def test_recall_lm_is_trained_and_verified():
-    import os
-    os.environ.pop("NEURIPS26_CACHE")                                             # share the cache with the notebook: half a minute of training, once
+def test_recall_lm_is_trained_and_verified(monkeypatch):
+    if SHARED: monkeypatch.setenv("NEURIPS26_CACHE", SHARED)                      # share the cache with the notebook: half a minute of training, once
+    else: monkeypatch.delenv("NEURIPS26_CACHE")
     found = T.recall_lm(0, progress=False)
     r = found.report
     assert r.accuracy > 0.9 and r.without < 0.3 and r.moved > 0.6 and all(layer > 0 for layer, _ in r.heads)      # the first layer can't look things up
