@@ -790,19 +790,32 @@ class Interrupted(RunError):
     "The user stopped the run."
 
 
+@contextlib.contextmanager
+def _told_to_stop() -> Iterator[list[int]]:
+    "Collects SIGINT and SIGTERM instead of being torn out of the middle of something; works in the background too."
+    told: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    before = {number: signal.signal(number, lambda n, _: told.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try: yield told
+    finally:
+        for number, handler in before.items(): signal.signal(number, handler)
+
+
 def _wait(engine: subprocess.Popen, tick: Callable[[], None]) -> None:
     "Wait for Snakemake; an interrupt stops it, its jobs and their kernels first."
-    try:
-        while engine.poll() is None:
+    with _told_to_stop() as told:
+        while engine.poll() is None and not told:
             tick()
             with contextlib.suppress(subprocess.TimeoutExpired): engine.wait(0.4)
-    except KeyboardInterrupt:
+        if not told: return
         for number, patience in ((signal.SIGINT, 20), (signal.SIGKILL, 5)):
             with contextlib.suppress(ProcessLookupError): os.killpg(engine.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 engine.wait(patience)
                 break
-        raise Interrupted("interrupted: finished notebooks are kept; run the same command to go on") from None
+    raise Interrupted("interrupted: finished notebooks are kept; run the same command to go on")
 
 
 def run_engine(
