@@ -6,10 +6,10 @@
 __all__ = ['PATIENCE', 'THREADS', 'VERSIONED', 'ERROR_MARK', 'LAUNCH', 'RunError', 'suggest', 'disk_message', 'targets',
            'paper_of', 'choose', 'read_notebook', 'declared_parameters', 'check_parameters', 'used_modules',
            'file_hash', 'content_key', 'Settings', 'make_settings', 'Job', 'plan', 'versions', 'provenance',
-           'read_record', 'is_done', 'mark_stale', 'merge_run', 'Watch', 'kernel_environment', 'failed_cell',
-           'begin_record', 'run_notebook', 'run_job', 'locked', 'check_folder', 'find_profile', 'engine_command',
-           'Interrupted', 'run_engine', 'Outcome', 'Report', 'outcome', 'collect', 'merge_paper', 'Lines', 'Bars',
-           'small_png', 'clean_output', 'machine_paths', 'stamped', 'save', 'reproduce', 'everything']
+           'read_record', 'is_done', 'keep', 'settle', 'mark_stale', 'merge_run', 'Watch', 'kernel_environment',
+           'failed_cell', 'begin_record', 'run_notebook', 'run_job', 'locked', 'check_folder', 'find_profile',
+           'engine_command', 'Interrupted', 'run_engine', 'Outcome', 'Report', 'outcome', 'collect', 'merge_paper',
+           'Lines', 'Bars', 'small_png', 'clean_output', 'machine_paths', 'stamped', 'save', 'reproduce', 'everything']
 
 # %% ../../nbs/core/11_reproduce.ipynb #6b7bdd58
 import ast
@@ -394,6 +394,25 @@ def is_done(job: Job) -> bool:
     return bool(record) and record["state"] == "done" and record["key"] == job.key and job.output.is_file() and file_hash(job.output) == record["sha256"]
 
 
+def _kept(job: Job) -> Path: return job.state.with_suffix(".ipynb")
+
+
+def keep(job: Job) -> None:
+    "Give a finished notebook a second name: an engine that is stopped deletes what it hasn't yet counted as finished."
+    _kept(job).unlink(missing_ok=True)
+    try: os.link(job.output, _kept(job))
+    except OSError: shutil.copy2(job.output, _kept(job))
+
+
+def settle(jobs: list[Job]) -> None:
+    "Bring back finished notebooks that a stopped engine deleted, and drop the second names."
+    for job in jobs:
+        record = read_record(job)
+        lost = record and record["state"] == "done" and not job.output.exists() and _kept(job).is_file() and file_hash(_kept(job)) == record["sha256"]
+        if lost: os.replace(_kept(job), job.output)
+        else: _kept(job).unlink(missing_ok=True)
+
+
 def mark_stale(jobs: Iterator[Job]) -> None:
     "Tell Snakemake, in its own terms: the key file is newer than the output exactly when the job has to run."
     for job in jobs:
@@ -666,6 +685,7 @@ def _finish(job: Job, record: dict, watch: Watch, error: BaseException | None) -
             write_atomic(job.output, nbformat.writes(watch.notebook) + "\n")
             _failed_file(job).unlink(missing_ok=True)
             record["sha256"] = file_hash(job.output)
+            keep(job)
         else:
             record["error"], record["exception"] = _explain(job, error, watch)
             record["state"] = "stopped" if watch.told else "failed"
@@ -915,6 +935,7 @@ def _engine_failure(settings: Settings, lines: list[str]) -> RunError:
 
 def collect(settings: Settings, jobs: list[Job], lines: list[str], interrupted: bool) -> Report:
     "Outcomes of all jobs, merged records, merged claims."
+    settle(jobs)
     spoken = dict(json.loads(line.partition(ERROR_MARK)[2]) for line in lines if ERROR_MARK in line)
     failed: set[str] = set()
     rows = []
@@ -1115,6 +1136,7 @@ def reproduce(
     lines, interrupted, status = [], False, 0
     try:
         with locked([j.folder for j in jobs]) as keep:
+            settle(jobs)
             wanted = [j for j in jobs if not is_done(j)]
             if wanted:
                 with progress(wanted, settings.run) as tick:

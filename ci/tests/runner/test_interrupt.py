@@ -54,6 +54,20 @@ def test_a_notebook_process_killed_from_outside(slow: Checkout):
     assert slow.outputs("toy") == {"80_first", "90_next", "91_next"} - {running}
 
 
+def test_a_result_that_a_stopped_engine_deleted_comes_back(checkout: Checkout):
+    checkout.paper("toy", {"01_a": notebook(count("a"))})
+    assert checkout.run("reproduce", "toy").code == 0
+    output, second = checkout.runs("toy") / "01_a.ipynb", checkout.runs("toy") / "run.d" / "01_a.ipynb"
+    assert not second.exists()  # a run that was summed up leaves no second name
+    output.rename(second)
+    assert "executed 0 of 1, skipped 1" in checkout.run("reproduce", "toy").out
+    assert output.exists() and not second.exists() and checkout.ran == ["a"]
+    second.write_text(output.read_text() + "\n")  # another file under the second name doesn't count
+    output.unlink()
+    assert "executed 1 of 1" in checkout.run("reproduce", "toy").out
+    assert output.exists() and not second.exists() and checkout.ran == ["a", "a"]
+
+
 def test_two_runs_in_one_folder(checkout: Checkout):
     checkout.paper("toy", {"01_a": notebook("1")})
     folder = checkout.runs("toy") / "run.d"
