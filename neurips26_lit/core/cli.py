@@ -58,7 +58,7 @@ def list_papers(
     from neurips26_lit.core.reproduce import RunError, suggest
 
     if area and area not in areas(): raise RunError(f"unknown area {area!r}: {suggest(area, list(areas()))}")
-    if status and status not in ("built", "planned"): raise RunError(f"unknown status {status!r}: expected built or planned")
+    if status and status not in ("built", "draft", "planned"): raise RunError(f"unknown status {status!r}: expected built, draft or planned")
     text = lambda p: " ".join([p.slug, p.title, p.summary, *p.systems, *p.keywords]).lower()
     found = [p for p in papers() if (not area or p.area == area) and (not status or p.status == status) and (not keyword or keyword.lower() in text(p))]
     print_table(["area", "paper", "status", "title"], [[p.area, p.slug, p.status, p.title] for p in found])

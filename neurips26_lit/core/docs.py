@@ -173,7 +173,7 @@ def _claim_row(claim: Claim, row: dict) -> list[str]:
     unit = f" {claim.unit}" if claim.unit and len(claim.unit) <= 24 and row["value"] is not None else ""  # a long unit explains both columns; it stands once
     why = claim.analysis if row["verdict"] in ("fails", "inconclusive") else ""
     check = claim.check.get("small")
-    return [f"{_prose(claim.says)}{small(why)}", f"{_prose(format_number(claim.paper_value))} {_prose(claim.unit or '')}{small(claim.at)}",
+    return [f"{_prose(claim.says)}{small(why)}", f"{_prose(format_number(claim.paper_value))}{small(claim.unit) if claim.paper_value is None else ' ' + _prose(claim.unit or '')}{small(claim.at)}",
             f'<span class="number">{html.escape(format_result(row) + unit)}</span>{small(n)}{small(row["note"])}',
             f"{verdict_badge(row['verdict'])}{small(f'`{check}`' if check and not check.needs else '')}"]
 
@@ -204,8 +204,8 @@ def _resources(rows: list[dict]) -> str:
     worst = []
     for arch in dict.fromkeys(r["arch"] for r in rows):
         mine = [r for r in rows if r["arch"] == arch]
-        worst.append({"architecture": f"sm_{arch}", "configurations": len(mine), "most registers": max(r["registers"] for r in mine),
-                      "most shared memory (bytes)": max(r["shared"] for r in mine), "spilled (bytes)": sum(r["spills"] for r in mine)})
+        worst.append({"architecture": f"sm_{arch}", "configurations": len(mine), "registers": max(r["registers"] for r in mine),
+                      "shared memory, B": max(r["shared"] for r in mine), "spilled, B": sum(r["spills"] for r in mine)})
     return _raw(_grid(worst) + f"<details><summary>All {len(rows)} rows</summary>{_grid(rows)}</details>")
 
 
@@ -470,6 +470,7 @@ def process_notebook(
         _clean_outputs(cell)
         if all(line.lstrip().startswith("#|") for line in cell.source.split("\n") if line.strip()): continue  # directives and no code
         _check_directives(cell)
+        if _is_setup(cell.source): cell.source = "#| code-fold: true\n" + cell.source
         names = _names(cell.source) if any(k in marks for k in _EXPORTS) else []
         if names: out.append(_markdown(_raw("".join(f'<span class="definition" id="def-{n}"></span>' for n in names))))
         out.append(cell)
@@ -481,6 +482,13 @@ def process_notebook(
     nb.metadata.pop("widgets", None)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_nb(nb, target)
+
+
+def _is_setup(source: str) -> bool:
+    "Whether a cell imports and then only sets a few things: the reader of a page can open it when he wants."
+    try: body = ast.parse(source).body
+    except SyntaxError: return False
+    return bool(body) and isinstance(body[0], (ast.Import, ast.ImportFrom)) and all(isinstance(x, (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)) for x in body)
 
 
 def _check_directives(cell: dict) -> None:
