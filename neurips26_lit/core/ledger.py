@@ -208,15 +208,24 @@ class HtmlTable:
         self,
         columns: list[str],
         rows: list[list[str]],  # plain text
-        badges: set[str] = frozenset(),  # columns whose cells are verdicts
+        *,
+        page: tuple[list[str], list[list[str]]] | None = None,  # columns and rows of the HTML form where a page has less room; further lines of a cell are small
+        badges: set[str] = frozenset(),  # columns of the HTML form whose first line is a verdict
+        css: str = "",  # class of the HTML table
     ):
-        self.columns, self.rows, self.badges = columns, rows, badges
+        self.columns, self.rows, self.badges, self.css = columns, rows, badges, css
+        self.page = page or (columns, rows)
+
+    def _cell(self, name: str, text: str) -> str:
+        first, *more = str(text).split("\n")
+        first = verdict_badge(first) if name in self.badges else html.escape(first)
+        return first + "".join(f"<div class='small-note' style='font-size:.85em'>{html.escape(line)}</div>" for line in more if line)
 
     def _repr_html_(self) -> str:
-        cell = lambda name, text: verdict_badge(text) if name in self.badges else html.escape(str(text))
-        head = "".join(f"<th style='text-align:left'>{html.escape(c)}</th>" for c in self.columns)
-        body = "".join("<tr>" + "".join(f"<td style='text-align:left;vertical-align:top'>{cell(c, t)}</td>" for c, t in zip(self.columns, row)) + "</tr>" for row in self.rows)
-        return f"<div class='table-scroll' style='overflow-x:auto'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        columns, rows = self.page
+        head = "".join(f"<th style='text-align:left'>{html.escape(c)}</th>" for c in columns)
+        body = "".join("<tr>" + "".join(f"<td style='text-align:left;vertical-align:top'>{self._cell(c, t)}</td>" for c, t in zip(columns, row)) + "</tr>" for row in rows)
+        return f"<div class='table-scroll' style='overflow-x:auto'><table class='{self.css}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
     def __repr__(self) -> str:
         lines = [self.columns, *self.rows]
@@ -233,9 +242,13 @@ class ClaimTable(HtmlTable):
         scale: str,
     ):
         self.records = [row for _, row in pairs]
+        lines = lambda *texts: "\n".join(str(t) for t in texts if t)
+        check = lambda c: str(c.check.get(scale) or "–")
         super().__init__(["claim", "says", "paper", f"ours at {scale}", "n", "check", "verdict", "note"],
-                         [[c.id, c.says, format_paper_value(c), format_result(r), format_number(r["n"]), str(c.check.get(scale) or "–"), r["verdict"], r["note"]] for c, r in pairs],
-                         badges={"verdict"})
+                         [[c.id, c.says, format_paper_value(c), format_result(r), format_number(r["n"]), check(c), r["verdict"], r["note"]] for c, r in pairs],
+                         page=(["claim", "paper", f"ours at {scale}", "verdict"],
+                               [[lines(c.says, c.id), lines(format_number(c.paper_value), c.unit, c.at), lines(format_result(r), r["n"] and f"n = {r['n']}", r["note"]), lines(r["verdict"], check(c))] for c, r in pairs]),
+                         badges={"verdict"}, css="claims")
 
 
 def format_paper_value(claim: Claim) -> str:
@@ -249,7 +262,9 @@ def claims_table(p: Paper) -> HtmlTable:
     "What a paper claims and how each claim is checked, before any run."
     scales = ("smoke", "small", "paper")
     return HtmlTable(["claim", "says", "paper", "kind", *scales],
-                     [[c.id, c.says, format_paper_value(c), c.kind, *(str(c.check.get(s) or "–") for s in scales)] for c in p.claims])
+                     [[c.id, c.says, format_paper_value(c), c.kind, *(str(c.check.get(s) or "–") for s in scales)] for c in p.claims],
+                     page=(["claim", "paper", "kind", "check"],
+                           [["\n".join([c.says, c.id]), "\n".join(filter(None, [format_number(c.paper_value), c.unit, c.at])), c.kind, "\n".join(["", *(f"{s}: {c.check[s]}" for s in scales if s in c.check)])] for c in p.claims]))
 
 
 def hyperparameter_table(p: Paper) -> HtmlTable:
