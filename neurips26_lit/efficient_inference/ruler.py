@@ -123,8 +123,9 @@ def _place(
     for unit in filler: ends.append(ends[-1] + len(unit) + 1)
     at = [min(range(len(ends)), key=lambda i: abs(ends[i] - d * ends[-1])) for d in depths]
     pieces: list[Piece] = []
+    order = sorted(range(len(evidence)), key=lambda k: depths[k])  # pieces that share a boundary keep the order of their depths
     for i in range(len(ends)):
-        pieces += [(text, True) for text, place in zip(evidence, at) if place == i]
+        pieces += [(evidence[k], True) for k in order if at[k] == i]
         if i < len(filler): pieces.append((filler[i], False))
     return pieces
 
@@ -203,11 +204,14 @@ def _vt(rng: Random, depth: float | None, *, hops: int = 4) -> _Draft:
                   f"Which variables hold the value {number}? Name all {hops + 1}.", f"The variables that hold {number} are", tuple(names))
 
 
+_ASKING = frozenset("assistant below come face frequent helpful hugging list more most named often others repeats some system than trained user which words".split())  # words of the question and of the chat's frame can't be answers
+
+
 @cache
 def _vocabulary() -> tuple[str, ...]:
-    "Common words of the prose, then the nouns and adjectives of the names."
+    "Common words of the prose, the nouns and adjectives of the names; none of the words that ask."
     counts = Counter(w for s in prose() for w in re.findall(r"\b[a-z]{4,9}\b", s))
-    return tuple(sorted({w for w, k in counts.items() if k >= 2} | set(_ADJECTIVES) | set(_NOUNS)))
+    return tuple(sorted(({w for w, k in counts.items() if k >= 2} | set(_ADJECTIVES) | set(_NOUNS)) - _ASKING))
 
 
 def _coded(rng: Random) -> str: return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))

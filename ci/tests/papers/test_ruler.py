@@ -95,6 +95,18 @@ def test_wrong_keys_never_carry_the_answer(tokenizer):
             assert dict(needles)[asked] == s.answers[0] and s.answers == (dict(needles)[asked],)
 
 
+def test_pieces_at_one_boundary_keep_their_order():
+    placed = [text for text, _ in ruler._place(["x" * 500, "y" * 500], ["late", "early", "first"], [0.6, 0.45, 0.0])]
+    assert placed == ["first", "x" * 500, "early", "late", "y" * 500]
+
+
+def test_no_answer_stands_in_the_question(tokenizer):
+    s = make_sample("cwe", 600, tokenizer, seed=0)
+    listed = max(s.prompt.split("\n"), key=len)
+    asked = set(re.findall(r"\b[a-z]+\b", s.prompt.replace(listed, "").lower().replace(", ".join(s.answers), "")))
+    assert asked & set(ruler._vocabulary()) == set() and set(s.answers) <= set(ruler._vocabulary())
+
+
 def test_structure_of_the_other_tasks(tokenizer):
     multi = make_sample("niah_multivalue", 700, tokenizer, seed=1)
     needles = re.findall(r"The passcode of (.+?) is (\d{7})\.", multi.prompt)
