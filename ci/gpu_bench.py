@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -26,12 +27,13 @@ from pathlib import Path
 from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "ci" / "tests" / "kernels"))
+sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "ci" / "tests" / "kernels")]
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu_monarch import MonarchAttention
 from neurips26_lit.core import bench
 
 
@@ -277,6 +279,22 @@ class PagedGQA:
     def pool_key(self, cell: Cell) -> tuple:
         return cell.B, cell.Hkv, cell.D, cell.page, cell.keys, cell.dtype
 
+    def pool(self, cell: Cell) -> tuple:
+        return make_pool(cell, self.device)
+
+    def data(self, cell: Cell, pool: tuple) -> Data:
+        d = make_data(cell, pool, self.device)
+        d.keep["place"] = pool[-1]
+        return d
+
+    def error(self, d: Data, out: Tensor, method: str) -> float:
+        return spot_error(d, out, method in self.dense)
+
+    def seconds(self, cell: Cell, repeats: int) -> float:
+        "A careful guess: dense attention at a quarter of the peak for three methods, and set-up."
+        if self.dry: return 0.1
+        return 2.0 + 3 * (repeats + 4) * 4.0 * cell.D * cell.B * cell.Hq * cell.chunk * cell.keys / 200e12
+
     def methods(self, d: Data, seconds_left: float) -> dict[str, Callable | Skip]:
         "Name -> call, or the reason why there is none."
         make = {
@@ -344,8 +362,33 @@ class PagedGQA:
             keys, tokens = c.G * c.chunk * past, int(d.counts.sum()) * c.page
         return 4.0 * c.D * (keys + triangle), rows + 2.0 * c.D * tokens * d.q.element_size()
 
+    def plot(self, record: dict, axes) -> None:
+        "Time against the number of keys, and the speed-up of ours over the fastest dense method."
+        left, right = axes
+        rows = [r for r in record["rows"] if r["ms"]]
+        chunk, density, page = rows[0]["chunk"], rows[0]["density"], rows[0]["page"]
+        for method in dict.fromkeys(r["method"] for r in rows):
+            mine = sorted((r["keys"], r["ms"]) for r in rows if (r["method"], r["chunk"], r["density"], r["page"]) == (method, chunk, density, page))
+            if mine: left.plot(*zip(*mine), marker="o", label=method)
+        left.set(yscale="log", xlabel="keys", ylabel="ms", title=f"Chunk {chunk}, density {density:g}")
+        left.legend(fontsize=7)
+        for d in sorted({r["density"] for r in rows}):
+            points = []
+            for keys in sorted({r["keys"] for r in rows}):
+                here = {r["method"]: r["ms"] for r in rows if (r["keys"], r["density"], r["chunk"], r["page"]) == (keys, d, chunk, page)}
+                dense = [here[m] for m in self.dense if m in here]
+                if dense and "ours" in here: points.append((keys, min(dense) / here["ours"]))
+            if points: right.plot(*zip(*points), marker="o", label=f"density {d:g}")
+        for ax in axes:
+            ticks = sorted({r["keys"] for r in rows})
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(ticks, [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in ticks])
+        right.axhline(1, lw=0.8, ls=":", color="gray")
+        right.set(xlabel="keys", ylabel="speed-up over the fastest dense", title=f"{record['name']} on {record['gpu']}")
+        right.legend(fontsize=7)
 
-SUITES = {"paged_gqa": PagedGQA}
+
+SUITES = {"paged_gqa": PagedGQA, "monarch_attention": MonarchAttention}
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------------
@@ -374,21 +417,21 @@ def write(path: Path, record: dict) -> None:
     os.replace(file.name, path)
 
 
-def run_cell(suite: PagedGQA, d: Data, stamp: dict, peak: bench.Peaks, repeats: int, seconds_left: float) -> list[dict]:
+def run_cell(suite, d, stamp: dict, peak: bench.Peaks, repeats: int, seconds_left: float) -> list[dict]:
     "Check every method's output, then time those that are right, in turns. A wrong or missing one is a row with a reason."
     calls, rows, allowed = {}, [], suite.tolerance[d.cell.dtype]
     for name, call in suite.methods(d, seconds_left).items():
         row = {"method": name, **d.cell.label(), "ms": None, "tflops": None, "gbs": None, "roofline": None, "speedup": None, "low": None, "high": None, "n": 0, "reason": "", **stamp}
         try:
             if isinstance(call, Skip): raise call
-            error = spot_error(d, call(), name in suite.dense)
+            error = suite.error(d, call(), name)
             if error > allowed: raise Skip(f"wrong answer: relative error {error:.3g} > {allowed:g}")
             calls[name] = call
         except Skip as e: row["reason"] = str(e)
         except Exception as e: row["reason"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"  # noqa: BLE001 - any failure of a peer is a row with its reason
         rows.append(row)
     if "ours" not in calls: return rows
-    table = bench.compare(calls, (), repeats=repeats, device=suite.device, seed=d.cell.chunk + d.cell.keys).set_index("method")
+    table = bench.compare(calls, (), repeats=repeats, device=suite.device, seed=zlib.crc32(repr(d.cell).encode())).set_index("method")
     for row in rows:
         if row["method"] not in table.index: continue
         flops, moved = suite.work(d, row["method"])
@@ -399,19 +442,12 @@ def run_cell(suite: PagedGQA, d: Data, stamp: dict, peak: bench.Peaks, repeats: 
     return rows
 
 
-def left_out(cell: Cell, stamp: dict, reason: str) -> dict:
+def left_out(cell, stamp: dict, reason: str) -> dict:
     return {"method": "all", **cell.label(), "ms": None, "tflops": None, "gbs": None, "roofline": None, "speedup": None, "low": None, "high": None, "n": 0, "reason": reason, **stamp}
 
 
-def cell_seconds(suite: PagedGQA, cell: Cell, repeats: int) -> float:
-    "A careful guess: dense attention at a quarter of the peak for three methods, and set-up."
-    if suite.dry: return 0.1
-    flops = 4.0 * cell.D * cell.B * cell.Hq * cell.chunk * cell.keys
-    return 2.0 + 3 * (repeats + 4) * flops / 200e12
-
-
-def plot(record: dict, path: Path) -> None:
-    "Time against the number of keys, and the speed-up of ours over the fastest dense method."
+def plot(suite, record: dict, path: Path) -> None:
+    "Two panels, drawn by the suite."
     import matplotlib
 
     matplotlib.use("agg")
@@ -420,28 +456,8 @@ def plot(record: dict, path: Path) -> None:
     from neurips26_lit.core.figures import house_style
 
     house_style()
-    rows = [r for r in record["rows"] if r["ms"]]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    chunk, density = rows[0]["chunk"], rows[0]["density"]
-    for method in dict.fromkeys(r["method"] for r in rows):
-        mine = sorted((r["keys"], r["ms"]) for r in rows if (r["method"], r["chunk"], r["density"], r["page"]) == (method, chunk, density, rows[0]["page"]))
-        if mine: left.plot(*zip(*mine), marker="o", label=method)
-    left.set(yscale="log", xlabel="keys", ylabel="ms", title=f"Chunk {chunk}, density {density:g}")
-    left.legend(fontsize=7)
-    for d in sorted({r["density"] for r in rows}):
-        points = []
-        for keys in sorted({r["keys"] for r in rows}):
-            here = {r["method"]: r["ms"] for r in rows if (r["keys"], r["density"], r["chunk"], r["page"]) == (keys, d, chunk, rows[0]["page"])}
-            dense = [here[m] for m in SUITES[record["name"]].dense if m in here]
-            if dense and "ours" in here: points.append((keys, min(dense) / here["ours"]))
-        if points: right.plot(*zip(*points), marker="o", label=f"density {d:g}")
-    for axes in (left, right):
-        ticks = sorted({r["keys"] for r in rows})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in ticks])
-    right.axhline(1, lw=0.8, ls=":", color="gray")
-    right.set(xlabel="keys", ylabel="speed-up over the fastest dense", title=f"{record['name']} on {record['gpu']}")
-    right.legend(fontsize=7)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    suite.plot(record, axes)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -469,23 +485,21 @@ def run(name: str, out: Path, minutes: float, dry: bool, repeats: int) -> int:
     stamp, pool, key = {k: about[k] for k in ("gpu", "commit", "torch", "triton")}, None, None
     try:
         for cell in suite.cells():
-            if left() < (need := cell_seconds(suite, cell, repeats)): record["rows"].append(left_out(cell, stamp, f"time limit: {left():.0f} s left, about {need:.0f} s needed"))
+            if left() < (need := suite.seconds(cell, repeats)): record["rows"].append(left_out(cell, stamp, f"time limit: {left():.0f} s left, about {need:.0f} s needed"))
             else:
                 if suite.pool_key(cell) != key:
                     pool = None
                     gc.collect()
-                    pool, key = make_pool(cell, device), suite.pool_key(cell)
-                data = make_data(cell, pool, device)
-                data.keep["place"] = pool[-1]
-                record["rows"] += run_cell(suite, data, stamp, peak, repeats, left())
-                best = {r["method"]: r["ms"] for r in record["rows"][-6:] if r["ms"]}
-                print(f"  chunk {cell.chunk} keys {cell.keys} density {cell.density:g} page {cell.page}: " + ", ".join(f"{m} {ms:.3g} ms" for m, ms in best.items()), flush=True)
+                    pool, key = suite.pool(cell), suite.pool_key(cell)
+                rows = run_cell(suite, suite.data(cell, pool), stamp, peak, repeats, left())
+                record["rows"] += rows
+                print("  " + ", ".join(f"{k} {v}" for k, v in cell.label().items()) + ": " + ", ".join(f"{r['method']} {r['ms']:.3g} ms" for r in rows if r["ms"]), flush=True)
             write(path, record | {"seconds": round(time.monotonic() - start, 1)})
         record["complete"] = True
     except KeyboardInterrupt: print("gpu_bench: interrupted; writing what there is", file=sys.stderr)
     write(path, record | {"seconds": round(time.monotonic() - start, 1)})
     wrong = [r for r in record["rows"] if r["method"] == "ours" and not r["ms"]]
-    if any(r["ms"] for r in record["rows"]): plot(record, path.with_suffix(".png"))
+    if any(r["ms"] for r in record["rows"]): plot(suite, record, path.with_suffix(".png"))
     print(f"{name}: {sum(bool(r['ms']) for r in record['rows'])} rows timed, {sum(not r['ms'] for r in record['rows'])} left out, {time.monotonic() - start:.0f} s -> {path}")
     if wrong: print(f"gpu_bench: {name}: {wrong[0]['reason']}", file=sys.stderr)
     return 1 if wrong else 0

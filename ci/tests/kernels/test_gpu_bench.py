@@ -41,14 +41,20 @@ def runs(tmp_path_factory) -> tuple[dict, Path]:
     done = outside(
         """
 import json, pathlib, gpu_bench
-out, suite, codes = pathlib.Path(sys.argv[1]), gpu_bench.PagedGQA, {}
-call = lambda name, *a: codes.__setitem__(name, gpu_bench.main(["--dry-run", "--repeats", "5", "--out", str(out / name), *a]))
+out, kernel, codes = pathlib.Path(sys.argv[1]), "paged_gqa", {}
+call = lambda name, *a: codes.__setitem__(name, gpu_bench.main([kernel, "--dry-run", "--repeats", "5", "--out", str(out / name), *a]))
 call("whole")
 call("no_time", "--minutes", "0")
 from neurips26_lit.kernels import paged_gqa
 right = paged_gqa.prefill_reference
 paged_gqa.prefill_reference = lambda *a: right(*a[:-1], 1.01 * a[-1])
 call("wrong")
+kernel = "monarch_attention"
+call("tiles")
+from neurips26_lit.kernels import monarch_attention
+good = monarch_attention.forward_reference
+monarch_attention.forward_reference = lambda q, k, v, scale, causal: good(q, k, v, 1.01 * scale if q.dtype == monarch_attention.torch.float32 else scale, causal)
+call("wrong_tiles")
 print(json.dumps(codes))
 """,
         str(folder),
@@ -78,6 +84,28 @@ def test_wrong_answers_stop_the_run_before_any_speed(runs):
     code, record = runs[0]["wrong"]
     assert code == 1 and not record["gate_passed"] and record["rows"] == []
     assert sum(not r["ok"] for r in record["gate"]) == 5 and "relative error" in record["gate"][0]["why"]
+
+
+def test_monarch_against_dense_attention(runs):
+    code, record = runs[0]["tiles"]
+    assert code == 0 and record["complete"] and len(record["gate"]) == 8 and all(r["ok"] for r in record["gate"])
+    timed = {(r["method"], r["pass"]) for r in record["rows"] if r["ms"]}
+    assert timed == {(m, p) for m in ("ours", "sdpa_flash", "sdpa_cudnn") for p in ("forward", "forward + backward")} | {("reference, eager", "forward")}
+    code, record = runs[0]["wrong_tiles"]
+    assert code == 1 and record["rows"] == [] and sum(not r["ok"] for r in record["gate"]) >= 2
+
+
+def test_monarch_checks_see_a_wrong_answer():
+    suite = gpu_bench.MonarchAttention("cpu", True)
+    for cell in suite.cells():
+        d = suite.data(cell, suite.pool(cell))
+        for name, call in suite.methods(d, 60).items():
+            got = [x.double() for x in call()]
+            assert suite.error(d, tuple(got), name) <= 1e-5, name
+            for x in got:
+                right, x[0, -1, -1, -1, -1] = x[0, -1, -1, -1, -1].clone(), 0.0
+                assert suite.error(d, tuple(got), name) > 1e-2, name
+                x[0, -1, -1, -1, -1] = right
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -1,6 +1,7 @@
 """Sparse Hessians: the eleven oracles of the method, each by an independent route, and mutations that must turn them red."""
 
 import itertools
+import math
 import re
 
 import numpy as np
@@ -606,3 +607,37 @@ def test_coloring_3000_atoms_is_fast():
     start = time.process_time()
     colors = col.star_coloring(S, "largest_first")
     assert time.process_time() - start < 1.0 and col.is_star_coloring(S, colors)
+
+
+def _methane():
+    atoms = pot.alkane(1)
+    pos, model = torch.as_tensor(atoms.positions), pot.LocalPotential(3.0, 1, seed=0)
+    return pos, model, model.energy_fn(atoms.numbers), model.pattern(atoms.numbers, pos)
+
+
+@pytest.mark.parametrize("change, text", [
+    (lambda p: p.long(), "pos: expected floats"), (lambda p: p[:, :2], r"pos: expected \[n, 3\]"), (lambda p: p[:0], r"pos: expected \[n, 3\]"),
+    (lambda p: torch.where(torch.arange(5)[:, None] == 3, math.nan, p), "pos: atom 3"), (lambda p: p + math.inf, "pos: atom 0")])
+def test_wrong_positions_are_named(change, text):
+    pos, _, energy, S = _methane()
+    bad = change(pos)
+    for call in (lambda: hes.sparse_hessian(energy, bad, S), lambda: hes.dense_hessian(energy, bad), lambda: hes.finite_difference_hessian(energy, bad),
+                 lambda: hes.verify(energy, bad, np.eye(15)), lambda: hes.hvps(energy, bad, torch.zeros(2, 5, 3))):
+        with pytest.raises(ValueError, match=text): call()
+
+
+def test_array_positions_and_colors_with_gaps_are_taken():
+    pos, _, energy, S = _methane()
+    want = hes.sparse_hessian(energy, pos, S)
+    found = hes.sparse_hessian(energy, pos.numpy(), S, coloring=3 * np.arange(5))
+    assert found.num_hvps == 15 and abs(found.matrix - want.matrix).max() <= 1e-12
+
+
+def test_more_wrong_arguments_are_named():
+    pos, model, energy, S = _methane()
+    for call, text in ((lambda: hes.hvps(energy, pos, torch.zeros(0, 5, 3)), "seeds"), (lambda: hes.verify(energy, pos, np.eye(15), num_probes=0), "num_probes"),
+                       (lambda: hes.finite_difference_hessian(energy, pos, h=0), "h: "), (lambda: hes.finite_difference_hessian(energy, pos, h=math.nan), "h: "),
+                       (lambda: hes.sparse_hessian(lambda x: (x - x).sqrt().sum(), pos, S), "energy_fn: its second derivative"),
+                       (lambda: model.energy_fn([6, 1, 1])(pos), "numbers: 3 atoms"), (lambda: pot.lennard_jones(-1.0), "cutoff"), (lambda: pot.lennard_jones(3.0, sigma=0), "sigma"),
+                       (lambda: hes.sparse_hessian(energy, pos, csr_array(np.triu(S.toarray()))), "pattern"), (lambda: hes.sparse_hessian(energy, pos, csr_array(S.toarray() & ~np.eye(5, dtype=bool))), "pattern")):
+        with pytest.raises(ValueError, match=text): call()

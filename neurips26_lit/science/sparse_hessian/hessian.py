@@ -7,6 +7,7 @@ __all__ = ['Mode', 'hvps', 'hvp', 'seed_vectors', 'compress', 'decompress', 'Spa
            'dense_hessian', 'finite_difference_hessian', 'lowest_modes']
 
 # %% ../../../nbs/science/sparse_hessian/03_hessian.ipynb #bc214f41
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +23,18 @@ from .coloring import _checked, distance2_coloring, num_colors, recoverable, sta
 Mode = Literal["reverse_over_reverse", "forward_over_reverse"]
 
 
+def _positions(pos) -> Float[Tensor, "n 3"]:
+    "Positions as a tensor of finite floats."
+    pos = torch.as_tensor(pos)
+    if pos.ndim != 2 or pos.shape[1] != 3 or not len(pos): raise ValueError(f"pos: expected [n, 3] with n >= 1, got shape {tuple(pos.shape)}")
+    if not pos.is_floating_point(): raise ValueError(f"pos: expected floats in Å, got {pos.dtype}")
+    bad = ~torch.isfinite(pos).all(1)
+    if bad.any(): raise ValueError(f"pos: atom {int(bad.int().argmax())} has a position that is not finite")
+    return pos
+
+
 def _gradient(energy_fn, pos: Tensor) -> tuple[Tensor, Tensor]:
     "A leaf copy of the positions and the gradient with its graph."
-    if pos.ndim != 2 or pos.shape[1] != 3: raise ValueError(f"pos: expected [n, 3], got shape {tuple(pos.shape)}")
     pos = pos.detach().clone().requires_grad_(True)
     energy = energy_fn(pos)
     if energy.ndim: raise ValueError(f"energy_fn: expected a scalar, got shape {tuple(energy.shape)}")
@@ -42,7 +52,8 @@ def hvps(
     mode: Mode = "reverse_over_reverse",
 ) -> Float[Tensor, "p n 3"]:      # H v for each seed, eV/Å² for directions without unit
     "Hessian-vector products that share one graph. `ValueError` when the gradient doesn't depend on `pos`."
-    if seeds.ndim != 3 or seeds.shape[1:] != pos.shape: raise ValueError(f"seeds: expected [p, {len(pos)}, 3], got shape {tuple(seeds.shape)}")
+    pos = _positions(pos)
+    if seeds.ndim != 3 or not len(seeds) or seeds.shape[1:] != pos.shape: raise ValueError(f"seeds: expected [p, {len(pos)}, 3] with p >= 1, got shape {tuple(seeds.shape)}")
     if chunk < 1: raise ValueError(f"chunk: expected at least 1, got {chunk}")
     leaf, gradient = _gradient(energy_fn, pos)
     seeds = seeds.to(pos)
@@ -53,8 +64,9 @@ def hvps(
         one = lambda v: torch.func.jvp(torch.func.grad(energy_fn), (pos.detach(),), (v,))[1]
         many = torch.func.vmap(one)
     else: raise ValueError(f"mode: {mode!r} is not reverse_over_reverse or forward_over_reverse")
-    if chunk == 1: return torch.stack([one(v) for v in seeds]).detach()
-    return torch.cat([many(part) for part in seeds.split(chunk)]).detach()
+    products = (torch.stack([one(v) for v in seeds]) if chunk == 1 else torch.cat([many(part) for part in seeds.split(chunk)])).detach()
+    if not torch.isfinite(products).all(): raise ValueError("energy_fn: its second derivative isn't finite at pos")
+    return products
 
 
 def hvp(
@@ -128,11 +140,13 @@ def sparse_hessian(
     clock: Callable = time.perf_counter,  # what `seconds` is measured with
 ) -> SparseHessian:
     "The exact Hessian of a local energy from a number of products that doesn't grow with the system."
+    pos = _positions(pos)
     if pattern.shape != (len(pos),) * 2: raise ValueError(f"pattern: expected shape {(len(pos),) * 2}, got {pattern.shape}")
+    if not csr_array(pattern).diagonal().all(): raise ValueError(f"pattern: the diagonal block of atom {int(np.argmin(csr_array(pattern).diagonal()))} is missing; every atom's energy depends on itself")
     named = {"star": star_coloring, "distance2": distance2_coloring}
     if isinstance(coloring, str) and coloring not in named: raise ValueError(f"coloring: {coloring!r} is not star, distance2 or an array of colors")
     t = [clock()]
-    colors = named[coloring](pattern, pos=pos) if isinstance(coloring, str) else _checked(pattern, coloring)[1]
+    colors = named[coloring](pattern, pos=pos) if isinstance(coloring, str) else np.unique(_checked(pattern, coloring)[1], return_inverse=True)[1]  # colors without gaps
     if not isinstance(coloring, str): decompress(pattern, colors, np.zeros((3 * int(colors.max()) + 3, len(colors), 3)))  # refuse bad colors before paying for products
     t.append(clock())
     products = hvps(energy_fn, pos, seed_vectors(colors), chunk, mode).cpu()
@@ -150,7 +164,8 @@ def verify(
     generator: torch.Generator | None = None,
 ) -> float:                     # largest relative error ‖matrix·v − Hv‖ / ‖Hv‖
     "Compare a finished Hessian with direct products in random directions."
-    matrix = matrix.numpy() if isinstance(matrix, Tensor) else matrix
+    pos, matrix = _positions(pos), matrix.numpy() if isinstance(matrix, Tensor) else matrix
+    if num_probes < 1: raise ValueError(f"num_probes: expected at least 1, got {num_probes}")
     if matrix.shape != (3 * len(pos),) * 2: raise ValueError(f"matrix: expected shape {(3 * len(pos),) * 2}, got {matrix.shape}")
     probes = torch.randn(num_probes, len(pos), 3, dtype=torch.float64, generator=generator)
     direct = hvps(energy_fn, pos, probes, 1).cpu().double().reshape(num_probes, -1).numpy()
@@ -164,6 +179,7 @@ def dense_hessian(
     chunk: int = 16,            # seeds per batched backward pass
 ) -> Float[Tensor, "3n 3n"]:    # eV/Å²
     "The Hessian from 3n products, one per coordinate."
+    pos = _positions(pos)
     size = pos.numel()
     return hvps(energy_fn, pos, torch.eye(size, dtype=pos.dtype, device=pos.device).reshape(size, *pos.shape), chunk).reshape(size, size).T
 
@@ -174,6 +190,9 @@ def finite_difference_hessian(
     h: float = 1e-3,            # displacement, Å
 ) -> Float[Tensor, "3n 3n"]:    # eV/Å²; symmetrised; error O(h²)
     "Central differences of forces: 6n force calls."
+    pos = _positions(pos)
+    if not (math.isfinite(h) and h > 0): raise ValueError(f"h: expected a positive step in Å, got {h}")
+
     def gradient(x):
         x = x.detach().clone().requires_grad_(True)
         return torch.autograd.grad(energy_fn(x), x)[0].flatten()

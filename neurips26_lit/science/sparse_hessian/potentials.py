@@ -160,7 +160,10 @@ class LocalEnergy:
 
     def energy_fn(self, numbers, cell=None, pbc=False) -> Callable:
         "The total energy as a function of the positions."
-        return lambda pos: self.atomic_energies(numbers, pos, cell, pbc).sum()
+        def energy(pos):
+            if len(numbers) != len(pos): raise ValueError(f"numbers: {len(numbers)} atoms, but pos has {len(pos)}")
+            return self.atomic_energies(numbers, pos, cell, pbc).sum()
+        return energy
 
     def pattern(self, numbers, pos, cell=None, pbc=False) -> csr_array:
         "The closed form from cutoff and depth."
@@ -204,6 +207,8 @@ def lennard_jones(
     sigma: float = 3.4,       # zero crossing, Å
 ) -> LennardJones:
     "A Lennard-Jones potential."
+    for name, value in (("cutoff", cutoff), ("epsilon", epsilon), ("sigma", sigma)):
+        if not (np.isfinite(value) and value > 0): raise ValueError(f"{name}: expected a positive number, got {value}")
     return LennardJones(cutoff, epsilon, sigma)
 
 # %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #76ab3042
@@ -398,10 +403,8 @@ def fit_potential(
     return history
 
 # %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #8bcbd8c1
-PUBLISHED_REACH = {  # name: [(cutoff in Å, layers), ...], one entry per kind of hop
+PUBLISHED_REACH = {  # name: [(cutoff in Å, layers), ...], one entry per kind of hop; read from the settings in the weights of torchani 2.2.4, sevenn 0.13.0 and chgnet 0.3.8
     "ANI-1x": [(5.2, 1)],
-    "MACE-OFF23 small": [(4.5, 2)],
-    "MACE-OFF23 medium": [(5.0, 2)],
     "SevenNet-0": [(5.0, 5)],
     "CHGNet 0.3.0": [(6.0, 4), (3.0, 3)],
 }
