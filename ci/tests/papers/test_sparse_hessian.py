@@ -641,3 +641,149 @@ def test_more_wrong_arguments_are_named():
                        (lambda: model.energy_fn([6, 1, 1])(pos), "numbers: 3 atoms"), (lambda: pot.lennard_jones(-1.0), "cutoff"), (lambda: pot.lennard_jones(3.0, sigma=0), "sigma"),
                        (lambda: hes.sparse_hessian(energy, pos, csr_array(np.triu(S.toarray()))), "pattern"), (lambda: hes.sparse_hessian(energy, pos, csr_array(S.toarray() & ~np.eye(5, dtype=bool))), "pattern")):
         with pytest.raises(ValueError, match=text): call()
+
+
+# What a second reader found
+
+def test_stored_false_entries_are_no_blocks():
+    "`S.data &= mask` and `S[i, j] = False` keep the entry; the block next to it must not be read in its place."
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        _, S = cloud_pattern(seed, n=int(rng.integers(8, 40)), side=4.0, cutoff=1.6)
+        drop = np.triu(rng.random(S.shape) < rng.choice([0.02, 0.1, 0.3]), 1)
+        entries = S.tocoo()
+        clean = csr_array(S.toarray() & ~(drop | drop.T))
+        S.data = S.data & ~(drop | drop.T)[entries.row, entries.col]
+        stored, M = S.nnz, symmetric_integers(clean, seed)
+        colors = col.star_coloring(S)
+        assert (colors == col.star_coloring(clean)).all() and is_star(clean, colors)
+        assert (hes.decompress(S, colors, hes.compress(M, colors)).toarray() == M).all()
+        assert pat.pattern_stats(S) == pat.pattern_stats(clean) and S.nnz == stored >= clean.nnz  # the caller's matrix is left alone
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_directed_reach_gives_pairs_seen_together(seed):
+    reach = np.random.default_rng(seed).random((12, 12)) < 0.2
+    together = np.array([[i == j or any(reach[k, i] and reach[k, j] for k in range(12)) for j in range(12)] for i in range(12)])
+    assert (pat.pattern_from_reach(csr_array(reach)).toarray() == together).all()
+
+
+def test_pairs_at_the_cutoff_follow_the_model():
+    pos = np.array([[0.0, 0, 0], [0, 0, 5.2], [0, 5.2, 5.2]])
+    assert pat.neighbour_matrix(pos, 5.2).nnz == 0 and pat.neighbour_matrix(pos, 5.2, closed=True).nnz == 4
+
+
+def test_directed_pair_terms_make_symmetric_blocks():
+    pairs = csr_array((np.ones(1, bool), ([0], [2])), shape=(3, 3))
+    assert pat.hessian_pattern(csr_array((3, 3), dtype=bool), 1, pair_terms=pairs).toarray().tolist() == [[True, False, True], [False, True, False], [True, False, True]]
+
+
+def test_more_than_sixty_four_colors_stay_star():
+    box = pot.water_box(125)
+    S = pat.hessian_pattern(pat.neighbour_matrix(box.positions, 4.0, box.cell.array, True), 1)
+    colors = col.star_coloring(S, "random", seed=1)
+    graph, count = S.toarray() & ~np.eye(375, dtype=bool), col.num_colors(colors)
+    of_color = np.stack([(graph & (colors == c)).sum(1) for c in range(count)])  # [C, n]
+    i, j = np.nonzero(graph)
+    assert count > 128 and ((of_color[colors[j], i] == 1) | (of_color[colors[i], j] == 1)).all() and (colors[i] != colors[j]).all()
+
+
+def test_best_is_never_worse_than_distance2():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        n = int(rng.integers(6, 25))
+        m = rng.random((n, n)) < rng.uniform(0.1, 0.6)
+        S = csr_array(m | m.T | np.eye(n, dtype=bool))
+        alone = min(col.num_colors(col.star_coloring(S, order)) for order in ("largest_first", "smallest_last"))
+        d2 = col.num_colors(col.distance2_coloring(S))
+        assert col.num_colors(col.star_coloring(S)) == min(alone, d2)
+
+
+def test_verify_is_the_worst_probe_and_knows_zero():
+    pos, S = cloud_pattern(0)
+    K = np.kron(S.toarray(), np.ones((3, 3))) * np.random.default_rng(0).standard_normal((120, 120))
+    K, x = K + K.T, torch.as_tensor(pos)
+    wrong = K.copy()
+    wrong[0, 0] += 1
+    probes = torch.randn(8, 40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).reshape(8, -1).numpy()
+    worst = max(np.linalg.norm((wrong - K) @ v) / np.linalg.norm(K @ v) for v in probes)
+    energy = lambda y: 0.5 * y.flatten() @ torch.as_tensor(K) @ y.flatten()
+    assert abs(hes.verify(energy, x, wrong, 8, torch.Generator().manual_seed(3)) - worst) < 1e-12 * worst + 1e-12
+    apart, net = torch.tensor([[0.0, 0, 0], [50, 0, 0]], dtype=torch.float64), pot.LocalPotential()
+    H = hes.sparse_hessian(net.energy_fn([1, 1]), apart, net.pattern([1, 1], apart)).matrix
+    assert hes.verify(net.energy_fn([1, 1]), apart, H) == 0 and hes.verify(net.energy_fn([1, 1]), apart, np.eye(6)) == math.inf
+
+
+def test_moving_ani_leaves_the_cached_one_where_it_is(ani):
+    moved = ani.to("meta")
+    assert next(moved.networks[0].parameters()).is_meta and moved.self_energies.is_meta
+    for module in (ani.aev, *ani.networks): assert not any(x.is_meta for x in (*module.parameters(), *module.buffers()))
+    assert pot.load_ani1x() is ani and pot.water_cluster(1).get_chemical_formula() == "H2O"
+
+
+def test_hops_over_two_graphs_keep_their_order():
+    "A row of dimers, 2.5 Å within and 5 Å between: only alternate hops walk along it."
+    pos = np.cumsum(np.tile([5, 2.5], 9))[:, None] * [1.0, 0, 0]
+    atoms, bonds = (np.abs(pos[:, :1] - pos[:, 0]) < r for r in (6.0, 3.0))
+    seen = np.eye(len(pos), dtype=bool)
+    for hop in (atoms, bonds, atoms, bonds, atoms, bonds, atoms): seen = hop.astype(int) @ seen > 0
+    assert (pot.published_pattern("CHGNet 0.3.0", pos).toarray() == (seen.T.astype(int) @ seen > 0)).all()
+
+
+def test_cells_elements_and_counts_are_named(ani):
+    two, net = torch.tensor([[0.0, 0, 0], [1, 0, 0]], dtype=torch.float64), pot.LocalPotential()
+    S = net.pattern([1, 1], two)
+    for potential, z in ((ani, 6), (net, 6), (pot.lennard_jones(3.0), 18)):
+        for cell, pbc, text in ((None, True, "cell: needed"), (np.diag([9.0, 9, 0]), (True, True, False), "cell: the lattice"), (np.ones((2, 3)), True, "cell: expected"),
+                                (np.full((3, 3), math.nan), True, "cell: expected"), (9 * np.eye(3), (True, False), "pbc")):
+            with pytest.raises(ValueError, match=text): potential.energy_fn([z, z], cell, pbc)(two)
+    for call, text in ((lambda: net.energy_fn([118, 1])(two), "numbers"), (lambda: net.energy_fn([-1, 1])(two), "numbers"), (lambda: pat.hessian_pattern(S, None), "num_layers"),
+                       (lambda: hes.sparse_hessian(net.energy_fn([1, 1]), two, S, chunk=1.5), "chunk"), (lambda: pot.water_box(0), "n:"), (lambda: pot.peptide("kc"), "sequence")):
+        with pytest.raises(ValueError, match=text): call()
+    assert hes.hvps(net.energy_fn([1, 1]), two.numpy(), np.ones((2, 2, 3))).shape == (2, 2, 3)
+    with torch.no_grad(): assert hes.sparse_hessian(net.energy_fn([1, 1]), two, S).num_hvps == 6
+
+
+def test_ani_counts_a_pair_at_its_cutoff(ani):
+    pos = np.array([[0.0, 0, 0], [5.2, 0, 0], [0, 1.1, 0]])
+    assert ani.pattern([6, 6, 1], pos)[0, 1] and not pot.LocalPotential(5.2).pattern([6, 6, 1], pos)[0, 1]
+
+
+def test_units_and_envelope():
+    from scipy import constants
+
+    assert abs(pot.HARTREE / constants.physical_constants["Hartree energy in eV"][0] - 1) < 1e-6
+    t = torch.tensor([0.0, 0.5, 1.0, 1.7], dtype=torch.float64, requires_grad=True)
+    value = pot.envelope(t)
+    assert torch.allclose(value.detach(), torch.tensor([1.0, 0.5, 0, 0], dtype=torch.float64), atol=1e-12)
+    for _ in range(3):
+        value = torch.autograd.grad(value.sum(), t, create_graph=True)[0]
+        assert value[[0, 2, 3]].abs().max() < 1e-9
+
+
+def test_degenerate_modes_are_all_found():
+    "A perfect crystal, molecules far apart, and a straight chain on which every bend is free."
+    from ase.build import bulk
+
+    def check(H, masses, k):
+        found, modes = hes.lowest_modes(H, masses, k)
+        m = np.repeat(masses, 3)
+        values = np.linalg.eigvalsh(H.toarray() / np.sqrt(np.outer(m, m)))[:k]
+        assert np.abs(np.sign(found) * (found / hes._WAVENUMBER) ** 2 - values).max() < 1e-8
+        weighted = modes.reshape(k, -1) * np.sqrt(m)
+        weighted /= np.linalg.norm(weighted, axis=1, keepdims=True)
+        assert np.abs(weighted @ weighted.T - np.eye(k)).max() < 1e-6
+
+    argon, lj = bulk("Ar", "fcc", a=5.26, cubic=True) * (2, 2, 2), pot.lennard_jones(5.2)
+    pos, where = torch.as_tensor(argon.positions), (argon.cell.array, True)
+    H = hes.sparse_hessian(lj.energy_fn(argon.numbers, *where), pos, lj.pattern(argon.numbers, pos, *where)).matrix
+    for k in (12, 40): check(H, argon.get_masses(), k)
+    water, net = ase.build.molecule("H2O"), pot.LocalPotential()
+    numbers = np.tile(water.numbers, 8)
+    pos = torch.as_tensor(np.vstack([water.positions + 50 * np.array(s) for s in itertools.product(range(2), repeat=3)]))
+    H = hes.sparse_hessian(net.energy_fn(numbers), pos, net.pattern(numbers, pos)).matrix
+    for k in (5, 12, 20): check(H, np.tile(water.get_masses(), 8), k)
+    line = torch.zeros(60, 3, dtype=torch.float64)
+    line[:, 0] = torch.arange(60)
+    H = hes.sparse_hessian(lambda x: ((x[1:] - x[:-1]).norm(dim=1) - 1).pow(2).sum(), line, csr_array(band(60, 1))).matrix
+    check(H, np.linspace(1, 16, 60), 12)

@@ -18,7 +18,8 @@ def _checked(pattern, colors=None):
     "Pattern as CSR and colors as an int64 array, or a ValueError that names the argument."
     if getattr(pattern, "ndim", 0) != 2 or pattern.shape[0] != pattern.shape[1]:
         raise ValueError(f"pattern: expected a square matrix, got shape {getattr(pattern, 'shape', None)}")
-    pattern = csr_array(pattern).astype(bool)
+    pattern = csr_array(pattern).astype(bool)  # a copy
+    pattern.sum_duplicates(); pattern.eliminate_zeros()  # a stored False is no block
     if abs(pattern.astype(np.int8) - pattern.T.astype(np.int8)).nnz: raise ValueError("pattern: expected a symmetric matrix")
     if colors is None: return pattern, None
     colors = np.asarray(colors)
@@ -32,9 +33,9 @@ def recoverable(
     colors: Int[np.ndarray, "n"],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # for each block: i, j, alone in row i?, alone in row j?
     "Which of the two reads is free of mixing, for each block of the pattern with its diagonal."
-    n, blocks = len(colors), csr_array(pattern).astype(np.int32)
+    n, blocks = len(colors), csr_array(pattern).astype(bool).astype(np.int32)
     blocks.setdiag(1)
-    blocks = csr_array(blocks); blocks.sort_indices()
+    blocks = csr_array(blocks); blocks.eliminate_zeros(); blocks.sort_indices()
     onehot = csr_array((np.ones(n, dtype=np.int32), (np.arange(n), colors)), shape=(n, int(colors.max()) + 1))
     count = (blocks @ onehot).toarray()  # [n, C]: atoms of each color in each row
     i, j = np.repeat(np.arange(n), np.diff(blocks.indptr)), blocks.indices.astype(np.int64)

@@ -15,21 +15,20 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.sparse import bsr_array, csr_array, issparse
+from scipy.sparse import bsr_array, csr_array, eye_array
 from torch import Tensor
 from .coloring import _checked, distance2_coloring, num_colors, recoverable, star_coloring
+from .pattern import _positions
 
 # %% ../../../nbs/science/sparse_hessian/03_hessian.ipynb #484e6e04
 Mode = Literal["reverse_over_reverse", "forward_over_reverse"]
 
 
-def _positions(pos) -> Float[Tensor, "n 3"]:
+def _tensor(pos) -> Float[Tensor, "n 3"]:
     "Positions as a tensor of finite floats."
     pos = torch.as_tensor(pos)
-    if pos.ndim != 2 or pos.shape[1] != 3 or not len(pos): raise ValueError(f"pos: expected [n, 3] with n >= 1, got shape {tuple(pos.shape)}")
     if not pos.is_floating_point(): raise ValueError(f"pos: expected floats in Å, got {pos.dtype}")
-    bad = ~torch.isfinite(pos).all(1)
-    if bad.any(): raise ValueError(f"pos: atom {int(bad.int().argmax())} has a position that is not finite")
+    _positions(pos)
     return pos
 
 
@@ -44,6 +43,7 @@ def _gradient(energy_fn, pos: Tensor) -> tuple[Tensor, Tensor]:
     return pos, gradient
 
 
+@torch.enable_grad()  # also under the caller's no_grad
 def hvps(
     energy_fn: Callable,          # pos [n, 3] -> scalar energy, differentiable twice
     pos: Float[Tensor, "n 3"],    # positions, Å
@@ -52,9 +52,9 @@ def hvps(
     mode: Mode = "reverse_over_reverse",
 ) -> Float[Tensor, "p n 3"]:      # H v for each seed, eV/Å² for directions without unit
     "Hessian-vector products that share one graph. `ValueError` when the gradient doesn't depend on `pos`."
-    pos = _positions(pos)
+    pos, seeds = _tensor(pos), torch.as_tensor(seeds)
     if seeds.ndim != 3 or not len(seeds) or seeds.shape[1:] != pos.shape: raise ValueError(f"seeds: expected [p, {len(pos)}, 3] with p >= 1, got shape {tuple(seeds.shape)}")
-    if chunk < 1: raise ValueError(f"chunk: expected at least 1, got {chunk}")
+    if chunk != int(chunk) or chunk < 1: raise ValueError(f"chunk: expected a whole number >= 1, got {chunk}")
     leaf, gradient = _gradient(energy_fn, pos)
     seeds = seeds.to(pos)
     if mode == "reverse_over_reverse":
@@ -64,7 +64,7 @@ def hvps(
         one = lambda v: torch.func.jvp(torch.func.grad(energy_fn), (pos.detach(),), (v,))[1]
         many = torch.func.vmap(one)
     else: raise ValueError(f"mode: {mode!r} is not reverse_over_reverse or forward_over_reverse")
-    products = (torch.stack([one(v) for v in seeds]) if chunk == 1 else torch.cat([many(part) for part in seeds.split(chunk)])).detach()
+    products = (torch.stack([one(v) for v in seeds]) if chunk == 1 else torch.cat([many(part) for part in seeds.split(int(chunk))])).detach()
     if not torch.isfinite(products).all(): raise ValueError("energy_fn: its second derivative isn't finite at pos")
     return products
 
@@ -98,6 +98,15 @@ def compress(
     return torch.as_tensor(np.ascontiguousarray((matrix @ seeds.reshape(len(seeds), -1).numpy().T).T)).reshape(seeds.shape)
 
 
+def _reads(pattern: csr_array, colors: Int[np.ndarray, "n"]) -> tuple[np.ndarray, ...]:
+    "Where each block can be read (see `recoverable`), or a ValueError that names the first one that can't."
+    i, j, in_row, in_column = recoverable(pattern, colors)
+    if not (in_row | in_column).all():
+        bad = int(np.argmin(in_row | in_column))
+        raise ValueError(f"colors: not a star coloring; block ({i[bad]}, {j[bad]}) can't be read from row {i[bad]} nor from row {j[bad]}")
+    return i, j, in_row, in_column
+
+
 def decompress(
     pattern: csr_array,                 # bool [n, n], symmetric
     colors: Int[np.ndarray, "n"],       # a star coloring of it
@@ -105,10 +114,7 @@ def decompress(
 ) -> bsr_array:                         # [3n, 3n], blocks of 3×3, symmetric
     "Read every block from the products. `ValueError` names the first pair of atoms that the coloring can't tell apart."
     pattern, colors = _checked(pattern, colors)
-    i, j, in_row, in_column = recoverable(pattern, colors)
-    if not (in_row | in_column).all():
-        bad = int(np.argmin(in_row | in_column))
-        raise ValueError(f"colors: not a star coloring; block ({i[bad]}, {j[bad]}) can't be read from row {i[bad]} nor from row {j[bad]}")
+    i, j, in_row, in_column = _reads(pattern, colors)
     B = compressed.detach().cpu().numpy() if isinstance(compressed, Tensor) else np.asarray(compressed)
     n, C = len(colors), int(colors.max()) + 1
     if B.shape != (3 * C, n, 3): raise ValueError(f"compressed: expected shape {(3 * C, n, 3)}, got {B.shape}")
@@ -140,14 +146,18 @@ def sparse_hessian(
     clock: Callable = time.perf_counter,  # what `seconds` is measured with
 ) -> SparseHessian:
     "The exact Hessian of a local energy from a number of products that doesn't grow with the system."
-    pos = _positions(pos)
+    pos = _tensor(pos)
     if pattern.shape != (len(pos),) * 2: raise ValueError(f"pattern: expected shape {(len(pos),) * 2}, got {pattern.shape}")
-    if not csr_array(pattern).diagonal().all(): raise ValueError(f"pattern: the diagonal block of atom {int(np.argmin(csr_array(pattern).diagonal()))} is missing; every atom's energy depends on itself")
+    alone = csr_array(pattern).diagonal() == 0
+    if alone.any(): raise ValueError(f"pattern: the diagonal block of atom {int(alone.argmax())} is missing; every atom's energy depends on itself")
     named = {"star": star_coloring, "distance2": distance2_coloring}
     if isinstance(coloring, str) and coloring not in named: raise ValueError(f"coloring: {coloring!r} is not star, distance2 or an array of colors")
     t = [clock()]
-    colors = named[coloring](pattern, pos=pos) if isinstance(coloring, str) else np.unique(_checked(pattern, coloring)[1], return_inverse=True)[1]  # colors without gaps
-    if not isinstance(coloring, str): decompress(pattern, colors, np.zeros((3 * int(colors.max()) + 3, len(colors), 3)))  # refuse bad colors before paying for products
+    if isinstance(coloring, str): colors = named[coloring](pattern, pos=pos)
+    else:
+        pattern, colors = _checked(pattern, coloring)
+        colors = np.unique(colors, return_inverse=True)[1]  # without gaps
+        _reads(pattern, colors)  # refuse bad colors before paying for products
     t.append(clock())
     products = hvps(energy_fn, pos, seed_vectors(colors), chunk, mode).cpu()
     t.append(clock())
@@ -164,13 +174,14 @@ def verify(
     generator: torch.Generator | None = None,
 ) -> float:                     # largest relative error ‖matrix·v − Hv‖ / ‖Hv‖
     "Compare a finished Hessian with direct products in random directions."
-    pos, matrix = _positions(pos), matrix.numpy() if isinstance(matrix, Tensor) else matrix
+    pos, matrix = _tensor(pos), matrix.numpy() if isinstance(matrix, Tensor) else matrix
     if num_probes < 1: raise ValueError(f"num_probes: expected at least 1, got {num_probes}")
     if matrix.shape != (3 * len(pos),) * 2: raise ValueError(f"matrix: expected shape {(3 * len(pos),) * 2}, got {matrix.shape}")
     probes = torch.randn(num_probes, len(pos), 3, dtype=torch.float64, generator=generator)
     direct = hvps(energy_fn, pos, probes, 1).cpu().double().reshape(num_probes, -1).numpy()
     ours = (matrix @ probes.reshape(num_probes, -1).numpy().T).T
-    return float((np.linalg.norm(ours - direct, axis=1) / np.linalg.norm(direct, axis=1)).max())
+    off, size = np.linalg.norm(ours - direct, axis=1), np.linalg.norm(direct, axis=1)
+    return float(np.divide(off, size, out=np.where(off > 0, np.inf, 0.0), where=size > 0).max())  # atoms that don't interact: H = 0
 
 # %% ../../../nbs/science/sparse_hessian/03_hessian.ipynb #88fdb528
 def dense_hessian(
@@ -179,7 +190,7 @@ def dense_hessian(
     chunk: int = 16,            # seeds per batched backward pass
 ) -> Float[Tensor, "3n 3n"]:    # eV/Å²
     "The Hessian from 3n products, one per coordinate."
-    pos = _positions(pos)
+    pos = _tensor(pos)
     size = pos.numel()
     return hvps(energy_fn, pos, torch.eye(size, dtype=pos.dtype, device=pos.device).reshape(size, *pos.shape), chunk).reshape(size, size).T
 
@@ -190,7 +201,7 @@ def finite_difference_hessian(
     h: float = 1e-3,            # displacement, Å
 ) -> Float[Tensor, "3n 3n"]:    # eV/Å²; symmetrised; error O(h²)
     "Central differences of forces: 6n force calls."
-    pos = _positions(pos)
+    pos = _tensor(pos)
     if not (math.isfinite(h) and h > 0): raise ValueError(f"h: expected a positive step in Å, got {h}")
 
     def gradient(x):
@@ -215,22 +226,37 @@ def _mass_weighted(matrix, masses) -> tuple[csr_array, np.ndarray]:
     return csr_array((weighted + weighted.T) / 2), m
 
 
+def _lowest(weighted, k: int) -> tuple[np.ndarray, np.ndarray]:
+    "The k lowest eigenpairs of a sparse symmetric matrix, degenerate ones with their full multiplicity."
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh, splu
+
+    size, start, scale = weighted.shape[0], np.random.default_rng(0).standard_normal, abs(weighted).max()
+    try: floor = min(eigsh(weighted, 1, which="SA", tol=1e-2, return_eigenvectors=False, v0=start(size))[0], 0.0) * 1.1
+    except ArpackNoConvergence: floor = -abs(weighted).sum(1).max()  # no eigenvalue lies lower
+    shift = floor - 1e-3
+    solve = splu((weighted - shift * eye_array(size)).tocsc()).solve
+    values, vectors = np.empty(0), np.empty((size, 0))
+    while True:  # Lanczos from one vector sees one vector of each eigenspace, so look again outside what was found
+        outside = lambda x: x - vectors @ (vectors.T @ x)
+        inverse = LinearOperator((size, size), matvec=lambda x: outside(solve(outside(x.ravel()))), dtype=float)
+        gain, found = eigsh(inverse, min(k, size - 1), which="LA", v0=outside(start(size)))
+        found, gain = found[:, gain > 1e-12 * gain.max()], gain[gain > 1e-12 * gain.max()]
+        if len(values) and (shift + 1 / gain).min() > np.sort(values)[k - 1] - 1e-9 * scale: break
+        values, vectors = np.r_[values, shift + 1 / gain], np.linalg.qr(np.c_[vectors, found])[0]
+    order = np.argsort(values)[:k]
+    return values[order], vectors[:, order]
+
+
 def lowest_modes(
     matrix,                       # [3n, 3n] Hessian, eV/Å² (array, tensor or scipy sparse)
     masses: Float[np.ndarray, "n"],  # atomic mass units
     k: int = 12,                  # how many
 ) -> tuple[np.ndarray, np.ndarray]:  # wavenumbers [k] in cm⁻¹, imaginary ones negative; Cartesian modes [k, n, 3] of unit norm
     "The k lowest vibrational modes, by shift-invert Lanczos on the sparse matrix."
-    from scipy.sparse.linalg import ArpackNoConvergence, eigsh
-
     weighted, m = _mass_weighted(matrix, masses)
     if not 1 <= k <= len(m): raise ValueError(f"k: expected 1 … {len(m)}, got {k}")
     if len(m) <= 60 or k > len(m) // 2: values, vectors = (x[..., :k] for x in np.linalg.eigh(weighted.toarray()))
-    else:
-        try: floor = eigsh(weighted, 1, which="SA", tol=1e-2, return_eigenvectors=False, v0=np.ones(len(m)))[0]
-        except ArpackNoConvergence: floor = 0.0
-        shift = min(floor, 0.0) * 1.1 - 1e-3  # just below the lowest eigenvalue
-        values, vectors = eigsh(weighted.tocsc(), k, sigma=shift, which="LM", v0=np.ones(len(m)))
+    else: values, vectors = _lowest(weighted, k)
     order = np.argsort(values)
     modes = (vectors[:, order] / np.sqrt(m)[:, None]).T
     modes /= np.linalg.norm(modes, axis=1, keepdims=True)

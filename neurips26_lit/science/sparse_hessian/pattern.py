@@ -25,6 +25,18 @@ def _positions(pos) -> Float[np.ndarray, "n 3"]:
     return pos
 
 
+def _lattice(cell, pbc) -> tuple[np.ndarray, tuple[bool, bool, bool]]:
+    "Lattice vectors and the three periodic flags, checked; the identity when nothing is periodic."
+    if np.size(pbc) not in (1, 3): raise ValueError(f"pbc: expected one flag or three, got {pbc}")
+    pbc = tuple(np.broadcast_to(np.asarray(pbc, dtype=bool).ravel(), 3).tolist())
+    if not any(pbc): return np.eye(3), pbc
+    if cell is None: raise ValueError("cell: needed when pbc is set")
+    cell = np.asarray(cell.detach().cpu() if hasattr(cell, "detach") else cell, dtype=np.float64)
+    if cell.shape != (3, 3) or not np.isfinite(cell).all(): raise ValueError(f"cell: expected three finite lattice vectors as rows, got shape {cell.shape}")
+    if abs(np.linalg.det(cell)) < 1e-9: raise ValueError("cell: the lattice vectors are linearly dependent; complete the cell first (ase.geometry.complete_cell)")
+    return cell, pbc
+
+
 def _copies(
     pos: Float[np.ndarray, "n 3"],  # positions, Å; they need not lie inside the cell
     cutoff: float,                  # reach, Å
@@ -32,7 +44,6 @@ def _copies(
     pbc: tuple[bool, bool, bool],   # periodic along each lattice vector
 ) -> tuple[np.ndarray, np.ndarray]: # owner of each copy, its translation in Å; the atoms themselves come first
     "Every periodic copy that can be within the cutoff of an atom."
-    if abs(np.linalg.det(cell)) < 1e-9: raise ValueError("cell: the lattice vectors are linearly dependent; complete the cell first (ase.geometry.complete_cell)")
     frac = pos @ np.linalg.inv(cell)
     margin = cutoff * np.linalg.norm(np.linalg.inv(cell), axis=0) + 1e-9
     low, high = frac.min(0) - margin, frac.max(0) + margin
@@ -63,9 +74,7 @@ def neighbour_list(
     "All pairs of atoms, and of atoms and periodic copies, closer than the cutoff. `ValueError` on coincident atoms (< 1e-6 Å)."
     pos = _positions(pos)
     if not (np.isfinite(cutoff) and cutoff > 0): raise ValueError(f"cutoff: expected a positive distance in Å, got {cutoff}")
-    pbc = tuple(np.broadcast_to(np.asarray(pbc, dtype=bool), 3))
-    if any(pbc) and cell is None: raise ValueError("cell: needed when pbc is set")
-    cell = _positions(cell) if any(pbc) else np.eye(3)
+    cell, pbc = _lattice(cell, pbc)
     owner, shift = _copies(pos, cutoff + 1e-9, cell, pbc) if any(pbc) else (np.arange(len(pos)), np.zeros_like(pos))
     found = cKDTree(pos).sparse_distance_matrix(cKDTree(pos[owner] + shift), cutoff + 1e-9, output_type="ndarray")
     i, c, d = found["i"], found["j"], found["v"]
@@ -93,7 +102,7 @@ def neighbour_matrix(
 # %% ../../../nbs/science/sparse_hessian/01_pattern.ipynb #9157a5ad
 def _layers(adj, num_layers) -> list[csr_array]:
     "One int32 adjacency per layer, checked."
-    if isinstance(num_layers, bool) or num_layers != num_layers or num_layers == float("inf"):
+    if num_layers is None or isinstance(num_layers, bool) or num_layers != num_layers or num_layers == float("inf"):
         raise ValueError(f"num_layers: expected a whole number, got {num_layers}; a global term (Ewald, charge equilibration) couples every pair, so its Hessian is full")
     if num_layers != int(num_layers) or num_layers < 1: raise ValueError(f"num_layers: expected a whole number >= 1, got {num_layers}")
     several = isinstance(adj, (list, tuple))
@@ -158,7 +167,7 @@ def pattern_stats(
     pattern: csr_array,  # bool [n, n]
 ) -> PatternStats:
     "Count the blocks of a pattern."
-    rows = np.diff(csr_array(pattern).indptr)
+    rows = np.bincount(csr_array(pattern).nonzero()[0], minlength=pattern.shape[0])  # stored zeros don't count
     return PatternStats(int(rows.sum()), int(rows.max()), float(rows.mean()), float(rows.sum() / len(rows) ** 2))
 
 # %% ../../../nbs/science/sparse_hessian/01_pattern.ipynb #e238bce3

@@ -9,6 +9,7 @@ __all__ = ['SPACING', 'HARTREE', 'PUBLISHED_REACH', 'alkane', 'water_cluster', '
            'MACEPotential', 'SevenNetPotential', 'load_foundation']
 
 # %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #8f864329
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from jaxtyping import Float, Int
 from scipy.sparse import csr_array
 from scipy.spatial.transform import Rotation
 from torch import Tensor, nn
-from .pattern import Neighbours, _positions, hessian_pattern, neighbour_list, neighbour_matrix
+from .pattern import Neighbours, _lattice, hessian_pattern, neighbour_list, neighbour_matrix
 
 # %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #9fe5c571
 def alkane(
@@ -46,7 +47,7 @@ def alkane(
 SPACING = (18.01528 / 0.997 / 0.602214076) ** (1 / 3)  # Å between waters at 0.997 g/cm³
 
 
-def _waters(sites, rng) -> ase.Atoms:
+def _molecules(sites, rng) -> ase.Atoms:
     "One randomly turned water on each site."
     half = np.deg2rad(104.5 / 2)
     rigid = 0.96 * np.array([[0, 0, 0], [np.sin(half), 0, np.cos(half)], [-np.sin(half), 0, np.cos(half)]])
@@ -54,7 +55,7 @@ def _waters(sites, rng) -> ase.Atoms:
     return ase.Atoms("OHH" * len(sites), (sites[:, None] + rng.normal(0, 0.1, (len(sites), 1, 3)) + turned).reshape(-1, 3))
 
 
-def _lattice(n: int) -> np.ndarray:
+def _sites(n: int) -> np.ndarray:
     "The n sites of a cubic lattice nearest to its centre, Å."
     edge = int(np.ceil(n ** (1 / 3) - 1e-9))
     sites = np.stack(np.meshgrid(*[np.arange(edge)] * 3, indexing="ij"), -1).reshape(-1, 3) - (edge - 1) / 2
@@ -68,7 +69,7 @@ def water_cluster(
 ) -> ase.Atoms:
     "A droplet of water at ambient density."
     if n < 1: raise ValueError(f"n: expected at least one molecule, got {n}")
-    atoms = _waters(_lattice(n), np.random.default_rng(seed))
+    atoms = _molecules(_sites(n), np.random.default_rng(seed))
     if relax: atoms.positions = descend(load_ani1x().energy_fn(atoms.numbers), torch.as_tensor(atoms.positions), relax).numpy()
     return atoms
 
@@ -78,9 +79,9 @@ def water_box(
     seed: int = 0,  # of jitter and orientations
 ) -> ase.Atoms:     # with cell, periodic, not relaxed
     "Periodic water at ambient density."
-    edge = round(n ** (1 / 3))
-    if edge**3 != n: raise ValueError(f"n: expected a cube number of molecules, got {n}")
-    atoms = _waters(_lattice(n), np.random.default_rng(seed))
+    edge = round(n ** (1 / 3)) if n >= 1 else 0
+    if edge < 1 or edge**3 != n: raise ValueError(f"n: expected a cube number of molecules, got {n}")
+    atoms = _molecules(_sites(n), np.random.default_rng(seed))
     atoms.set_cell(edge * SPACING * np.eye(3)); atoms.set_pbc(True)
     return atoms
 
@@ -95,7 +96,7 @@ def peptide(
 
     mol = Chem.MolFromSequence(sequence)
     if mol is None or not mol.GetNumAtoms(): raise ValueError(f"sequence: {sequence!r} isn't a peptide of one-letter codes")
-    if "C" in sequence: raise ValueError("sequence: cysteine's sulphur has no stand-in here")
+    if "C" in sequence.upper(): raise ValueError("sequence: cysteine's sulphur has no stand-in here")
     for atom in mol.GetAtoms():
         if atom.GetSymbol() == "S":
             atom.SetAtomicNum(6); atom.SetNoImplicit(False)
@@ -225,7 +226,8 @@ class ANI1x(LocalEnergy):
 
     def to(self, device: str) -> "ANI1x":
         "The same potential with its weights on another device."
-        return ANI1x(self.aev.to(device), [net.to(device) for net in self.networks], self.self_energies.to(device))
+        moved = copy.deepcopy((self.aev, self.networks))  # `Module.to` works in place, and `load_ani1x` hands out one object
+        return ANI1x(moved[0].to(device), [net.to(device) for net in moved[1]], self.self_energies.to(device))
 
     def atomic_energies(self, numbers, pos, cell=None, pbc=False) -> Float[Tensor, "n"]:
         "Energy of each atom with its self energy, eV."
@@ -236,8 +238,8 @@ class ANI1x(LocalEnergy):
         turn, lattice = _GENERAL.to(pos.device), {}
         pos = pos.double() @ turn
         if np.any(pbc):
-            cell = torch.as_tensor(np.asarray(cell), dtype=torch.float64, device=pos.device) @ turn
-            periodic = torch.as_tensor(np.broadcast_to(np.asarray(pbc, dtype=bool), 3).copy(), device=pos.device)
+            cell, pbc = _lattice(cell, pbc)
+            cell, periodic = torch.as_tensor(cell, device=pos.device) @ turn, torch.tensor(pbc, device=pos.device)
             home = torch.floor(torch.as_tensor(_plain(pos), device=pos.device) @ cell.inverse()) * periodic
             pos, lattice = pos - home @ cell, {"cell": cell, "pbc": periodic}  # torchani expects atoms inside the cell
         features = self.aev((species[None], pos[None]), **lattice).aevs[0]
@@ -314,6 +316,7 @@ class LocalPotential(LocalEnergy, nn.Module):
     def from_neighbours(self, numbers, pos, near: Neighbours) -> Float[Tensor, "n"]:
         "Atomic energies for neighbours already found."
         numbers = torch.as_tensor(np.asarray(numbers), device=pos.device).long()
+        if ((numbers < 1) | (numbers > 99)).any(): raise ValueError(f"numbers: expected elements 1 … 99, got {int(numbers[(numbers < 1) | (numbers > 99)][0])}")
         i, j, vector = _vectors(pos.to(self.reference), near)
         r = vector.pow(2).sum(1, keepdim=True).sqrt()
         k = torch.arange(1, 17, device=pos.device)
@@ -403,10 +406,10 @@ def fit_potential(
     return history
 
 # %% ../../../nbs/science/sparse_hessian/04_potentials.ipynb #8bcbd8c1
-PUBLISHED_REACH = {  # name: [(cutoff in Å, layers), ...], one entry per kind of hop; read from the settings in the weights of torchani 2.2.4, sevenn 0.13.0 and chgnet 0.3.8
+PUBLISHED_REACH = {  # name: [(cutoff in Å, layers), ...], hops in the order the model takes them; read from the settings in the weights of torchani 2.2.4, sevenn 0.13.0 and chgnet 0.3.8
     "ANI-1x": [(5.2, 1)],
     "SevenNet-0": [(5.0, 5)],
-    "CHGNet 0.3.0": [(6.0, 4), (3.0, 3)],
+    "CHGNet 0.3.0": [(6.0, 1)] + [(3.0, 1), (6.0, 1)] * 3,  # a bond update between every two atom updates; hops over different graphs don't commute
 }
 
 
