@@ -327,7 +327,7 @@ def test_finetuning_repeats_and_lowers_the_loss():
     clips, losses = surgical_clips(6, frames=4, size=16, generator=rng()), []
     for _ in range(2):
         torch.manual_seed(0)
-        losses.append(video.train_chunks(video.ChunkDiT((4, 4, 4), dim=24, depth=1, heads=2, text_dim=None), clips, 40, attn=video.monarch_attn(), generator=rng(1)))
+        losses.append(video.finetune(video.ChunkDiT((4, 4, 4), dim=24, depth=1, heads=2, text_dim=None), clips, 40, attn=video.monarch_attn(), generator=rng(1)))
     assert losses[0] == losses[1] and np.mean(losses[0][-8:]) < 0.9 * np.mean(losses[0][:4])
 
 
