@@ -1,8 +1,9 @@
 """monarch_attention on a GPU: the gate and the grid that ci/gpu_bench.py runs.
 
 The peers compute dense attention over the same tokens, which is what the paper compares with; their answers differ from
-ours by design. So each is checked against its own float64 reference, and the eager PyTorch reference of the kernel is
-timed beside it to show what the fusion brings. A cell times the forward pass, or forward and backward together.
+ours by design. FlexAttention computes block-sparse attention at Monarch's density, over random blocks, as a sparse rival would.
+So each is checked against its own float64 reference, and the eager PyTorch reference of the kernel is timed beside it to
+show what the fusion brings. A cell times the forward pass, or forward and backward together.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Data:
     k: Tensor
     v: Tensor
     grad: Tensor
+    blocks: Tensor       # Bool [query blocks, key blocks]: what the sparse rival reads, at Monarch's density
 
     def dense(self, x: Tensor) -> Tensor:
         return x.flatten(1, 3).transpose(1, 2)
@@ -62,17 +64,39 @@ def gradients(attend: Callable, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -
     return (out.detach(), *torch.autograd.grad(out, inputs, grad))
 
 
-def dense_rows(d: Data, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    "Dense attention of some rows of a head in float64, and their dq, which needs no other row."
+BLOCK = 128
+
+
+def random_blocks(n_queries: int, n_keys: int, density: float, device: str) -> Tensor:
+    "Bool [query blocks, key blocks] with the same number of key blocks, at random, for every query block."
+    rows, columns = -(-n_queries // BLOCK), -(-n_keys // BLOCK)
+    best = torch.rand(rows, columns, device=device).topk(max(1, round(density * columns)), -1).indices
+    return torch.zeros(rows, columns, dtype=torch.bool, device=device).scatter_(-1, best, True)
+
+
+def block_mask(blocks: Tensor, n_queries: int, n_keys: int):
+    "FlexAttention's BlockMask of them: every block is full, but for a last one that isn't whole."
+    from torch.nn.attention.flex_attention import BlockMask
+
+    whole = torch.ones_like(blocks)
+    if n_keys % BLOCK: whole[:, -1] = False
+    order = lambda keep: (keep.sum(-1).int()[None, None], torch.argsort(keep.int(), dim=-1, descending=True, stable=True).int()[None, None])
+    (n_full, full), (n_part, part) = order(blocks & whole), order(blocks & ~whole)
+    return BlockMask.from_kv_blocks(n_part, part, n_full, full, BLOCK_SIZE=BLOCK, mask_mod=lambda b, h, q, kv: blocks[q // BLOCK, kv // BLOCK], seq_lengths=(n_queries, n_keys))
+
+
+def dense_rows(d: Data, head: int, rows: Tensor, see: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    "Attention of some rows of a head in float64, under a Bool mask [rows, keys], and their dq, which needs no other row."
     q, k, v, g = (d.dense(x)[0, head].double() for x in (d.q, d.k, d.v, d.grad))
     q, g, scale = q[rows], g[rows], 1 / math.sqrt(q.shape[-1])
-    p = (scale * q @ k.T).softmax(-1)
+    scores = scale * q @ k.T
+    p = (scores if see is None else scores.masked_fill(~see, -math.inf)).softmax(-1)
     out = p @ v
     return out, scale * (p * (g @ v.T - (g * out).sum(-1, keepdim=True))) @ k
 
 
 class MonarchAttention:
-    "monarch_attention against dense SDPA (FlashAttention, cuDNN) and against its own PyTorch reference."
+    "monarch_attention against dense SDPA (FlashAttention, cuDNN), FlexAttention at equal density, and its own PyTorch reference."
     name = "monarch_attention"
     dense = ("sdpa_flash", "sdpa_cudnn")
     tolerance: ClassVar = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}             # relative, of the Frobenius norm
@@ -80,7 +104,7 @@ class MonarchAttention:
     def __init__(self, device: str, dry: bool):
         from neurips26_lit.kernels import monarch_attention
 
-        self.kernel, self.device, self.dry = monarch_attention, device, dry
+        self.kernel, self.device, self.dry, self.compiled = monarch_attention, device, dry, None
 
     # correctness
     def gate(self) -> Iterator[dict]:
@@ -115,38 +139,48 @@ class MonarchAttention:
         return make(cell.queries), make(cell.frames), make(cell.frames), make(cell.queries)
 
     def data(self, cell: Cell, pool: tuple) -> Data:
-        return Data(cell, *pool)
+        place = cell.rows * cell.columns
+        return Data(cell, *pool, random_blocks(cell.queries * place, cell.frames * place, 1 / cell.rows + 1 / cell.columns, self.device))
 
     def _call(self, d: Data, attend: Callable) -> Callable:
         "Forward, or forward and backward, in tiles."
         if d.cell.backward: return lambda: gradients(attend, d.q, d.k, d.v, d.grad)[:2]
         return lambda: (attend(d.q, d.k, d.v),)
 
+    def _flat(self, d: Data, attention: Callable) -> Callable:
+        "A peer's attention on [B, H, tokens, D], views of the same memory; out comes back in tiles."
+        return self._call(d, lambda q, k, v: attention(d.dense(q), d.dense(k), d.dense(v)).transpose(1, 2).unflatten(1, q.shape[1:4]))
+
     def _sdpa(self, d: Data, backend: str) -> Callable:
-        "Dense attention of one backend, on views of the same memory; out comes back in tiles."
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        def attend(q, k, v):
-            with sdpa_kernel([getattr(SDPBackend, backend)] if self.device == "cuda" else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-                out = F.scaled_dot_product_attention(d.dense(q), d.dense(k), d.dense(v))
-            return out.transpose(1, 2).unflatten(1, q.shape[1:4])
+        def attention(q, k, v):
+            with sdpa_kernel([getattr(SDPBackend, backend)] if self.device == "cuda" else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]): return F.scaled_dot_product_attention(q, k, v)
 
-        return self._call(d, attend)
+        return self._flat(d, attention)
+
+    def _flex(self, d: Data) -> Callable:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        if self.compiled is None: self.compiled = flex_attention if self.dry else torch.compile(flex_attention, dynamic=False)
+        mask = block_mask(d.blocks, *(d.dense(x).shape[2] for x in (d.q, d.k)))
+        return self._flat(d, lambda q, k, v: self.compiled(q, k, v, block_mask=mask))
 
     def methods(self, d: Data, seconds_left: float) -> dict[str, Callable]:
         "Name -> call that returns (out,) or (out, dq) in tiles."
-        found = {"ours": self._call(d, self.kernel.monarch_attention_tiles), "sdpa_flash": self._sdpa(d, "FLASH_ATTENTION"), "sdpa_cudnn": self._sdpa(d, "CUDNN_ATTENTION")}
+        found = {"ours": self._call(d, self.kernel.monarch_attention_tiles), "sdpa_flash": self._sdpa(d, "FLASH_ATTENTION"), "sdpa_cudnn": self._sdpa(d, "CUDNN_ATTENTION"), "flex": self._flex(d)}
         scale = 1 / math.sqrt(d.cell.D)
         if not d.cell.backward: found["reference, eager"] = lambda: (self.kernel.forward_reference(d.q, d.k, d.v, scale, 0)[0],)
         return found
 
     def error(self, d: Data, got: tuple[Tensor, ...], method: str) -> float:
-        "Largest relative error of out and dq: sampled rows for dense attention, a whole head for Monarch."
+        "Largest relative error of out and dq: sampled rows for the peers, a whole head for Monarch."
         head, worst = d.cell.heads - 1, 0.0
-        if method in self.dense:
+        if method in (*self.dense, "flex"):
             n = d.dense(d.q).shape[2]
             rows = torch.cat([torch.arange(min(16, n)), torch.arange(max(n - 16, 0), n)]).to(self.device)
-            wants = dense_rows(d, head, rows)
+            see = d.blocks[rows // BLOCK].repeat_interleave(BLOCK, 1)[:, : d.dense(d.k).shape[2]] if method == "flex" else None
+            wants = dense_rows(d, head, rows, see)
             pairs = [(d.dense(x)[0, head][rows], want) for x, want in zip(got, wants)]
         else:
             one = [x[..., head : head + 1, :].double() for x in (d.q, d.k, d.v, d.grad)]
@@ -170,9 +204,9 @@ class MonarchAttention:
         return torch.stack(out, 1)
 
     def seconds(self, cell: Cell, repeats: int) -> float:
-        "A careful guess: dense attention at a quarter of the peak for three methods, and set-up."
+        "A careful guess: dense attention at a quarter of the peak for three methods, set-up, and a compilation of FlexAttention."
         if self.dry: return 0.1
-        return 4.0 + 3 * (repeats + 4) * self._dense_flops(cell) / 200e12
+        return 20.0 + 3 * (repeats + 4) * self._dense_flops(cell) / 200e12
 
     def _dense_flops(self, c: Cell) -> float:
         return 4.0 * c.D * c.B * c.heads * c.queries * c.frames * (c.rows * c.columns) ** 2 * (3.5 if c.backward else 1)
@@ -182,6 +216,7 @@ class MonarchAttention:
         c = d.cell
         moved = 2.0 * (d.q.numel() + d.k.numel()) * d.q.element_size() * (2 if c.backward else 1)
         if method in self.dense: return self._dense_flops(c), moved
+        if method == "flex": return self._dense_flops(c) * float(d.blocks.float().mean()), moved
         shape = tuple(d.q.shape)
         return float(sum(self.kernel.monarch_flops(shape, c.frames, backward=b) for b in ((False, True) if c.backward else (False,)))), moved
 

@@ -41,7 +41,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from neurips26_lit.core.kernels import KernelSpec
+from neurips26_lit.core.kernels import KernelSpec, capability, interpreting, jit, loads_16_bytes, need
+from neurips26_lit.core.kernels import empty as _empty  # a test puts memory full of NaN in its place
 
 try:
     import triton
@@ -49,14 +50,9 @@ try:
 except ImportError:  # CPU-only installations: the reference is all there is
     triton = tl = None
 
-INTERPRET = triton is not None and triton.knobs.runtime.interpret
+INTERPRET = interpreting()
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 WORKSPACE = 256 * 2**20       # bytes of pooled keys and values that may exist at a time
-
-
-def _jit(**options):
-    "`triton.jit`, or the plain function where Triton is not installed."
-    return triton.jit(**options) if triton is not None else (lambda fn: fn)
 
 
 def seen_tiles(a: int, F: int, causal: int) -> int:
@@ -160,13 +156,13 @@ STRIDES = {x: [f"s{x}{axis}" for axis in "bt12h"] for x in "qkvog"}
 LSE_STRIDES = ["slb", "slh", "sla"]
 
 
-@_jit()
+@jit()
 def _last_seen(a, a0, F, causal):
     "Key tiles that query tile a0 + a sees."
     return tl.where(causal > 0, tl.minimum(F, ((a0 + a) // tl.maximum(causal, 1) + 1) * causal), F)
 
 
-@_jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["k"], *STRIDES["v"]], do_not_specialize_on_alignment=["c", "lse"])
+@jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["k"], *STRIDES["v"]], do_not_specialize_on_alignment=["c", "lse"])
 def column_kernel(
     q, k, v, pooled_k, pooled_v, c, lse,
     sqb, sqt, sq1, sq2, sqh, skb, skt, sk1, sk2, skh, svb, svt, sv1, sv2, svh,
@@ -225,7 +221,7 @@ def column_kernel(
     tl.store(lse + at, (top + tl.log2(total)) * 0.6931471805599453, mask=j_ok)
 
 
-@_jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["o"], *LSE_STRIDES], do_not_specialize_on_alignment=["c", "lse"])
+@jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["o"], *LSE_STRIDES], do_not_specialize_on_alignment=["c", "lse"])
 def row_kernel(
     q, pooled_k, pooled_v, c, out, lse,
     sqb, sqt, sq1, sq2, sqh, sob, sot, so1, so2, soh, slb, slh, sla,
@@ -274,7 +270,7 @@ def row_kernel(
     tl.store(lse + at_l + i, (top + tl.log2(total)) * 0.6931471805599453, mask=i_ok)
 
 
-@_jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["g"], *STRIDES["o"], *LSE_STRIDES],
+@jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["g"], *STRIDES["o"], *LSE_STRIDES],
       do_not_specialize_on_alignment=["c", "lse", "delta"])
 def row_dq_kernel(
     q, grad, pooled_k, pooled_v, c, lse, delta, dq,
@@ -320,7 +316,7 @@ def row_dq_kernel(
     tl.store(dq + at_o + i[:, None] * (so1 * 8) + dim[None, :], acc * scale, mask=ok)
 
 
-@_jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["g"], *LSE_STRIDES],
+@jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["g"], *LSE_STRIDES],
       do_not_specialize_on_alignment=["c", "lse", "delta", "gc", "inner"])
 def row_dkv_kernel(
     q, grad, pooled_k, pooled_v, c, lse, delta, gk, gv, gc, inner,
@@ -373,7 +369,7 @@ def row_dkv_kernel(
     tl.store(inner + first + n, tl.sum(acc_k * keys.to(tl.float32) + acc_v * values.to(tl.float32), 1), mask=n_ok)
 
 
-@_jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["k"], *STRIDES["v"], *STRIDES["o"]],
+@jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["k"], *STRIDES["v"], *STRIDES["o"]],
       do_not_specialize_on_alignment=["c", "lse", "gc", "inner"])
 def column_dq_kernel(
     q, k, v, gk, gv, c, lse, gc, inner, dq,
@@ -424,7 +420,7 @@ def column_dq_kernel(
     tl.store(place, tl.load(place, mask=ok, other=0.0) + acc * scale, mask=ok)
 
 
-@_jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["k"], *STRIDES["v"], *STRIDES["o"]],
+@jit(do_not_specialize=[*SIZES, *STRIDES["q"], *STRIDES["k"], *STRIDES["v"], *STRIDES["o"]],
       do_not_specialize_on_alignment=["c", "lse", "gc", "inner"])
 def column_dkv_kernel(
     q, k, v, gk, gv, c, lse, gc, inner, dk, dv,
@@ -507,21 +503,9 @@ def config(name: str, arch: int, dtype: torch.dtype, D: int) -> tuple[dict, dict
     return dict(zip(axes, sides), BLOCK_D=block_d(D)), dict(num_warps=warps, num_stages=1, maxnreg=255)
 
 
-def _arch(device: torch.device) -> int:
-    "Compute capability as one number; the interpreter takes sm_90's configurations."
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return 10 * major + minor
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    "Every output is made here, so that a test can hand out memory full of NaN."
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
 def _aligned(x: Tensor) -> Tensor:
-    "x itself if the kernels may load 16 bytes at a time (D contiguous, base and other strides aligned), else a copy."
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1])
-    return x if fits else x.contiguous()
+    "x itself if the kernels may load 16 bytes at a time, else a copy."
+    return x if loads_16_bytes(x) else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -556,7 +540,7 @@ class _Launch:
 
     def run(self, name: str, rows: int, inner: int, side: str, scale: float, *args) -> None:
         "Launch kernel `name` on a grid of rows * ceil(inner / its block) x B * H programs."
-        constexprs, options = config(name, _arch(self.q.device), self.q.dtype, self.D)
+        constexprs, options = config(name, capability(self.q.device), self.q.dtype, self.D)
         grid = (rows * triton.cdiv(inner, constexprs[side]), self.B * self.H)
         KERNELS[name][grid](*args, *self.sizes, scale, **constexprs, **options)
 
@@ -680,11 +664,6 @@ forward_op.register_autograd(_backward, setup_context=_save)
 # ---------------------------------------------------------------------------------------------------------------------
 # Public surface
 # ---------------------------------------------------------------------------------------------------------------------
-def _need(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
 def monarch_attention_tiles(
     q: Tensor,                # [B, A, b1, b2, H, D] queries in tiles of b1 rows and b2 columns
     k: Tensor,                # [B, F, b1, b2, H, D] keys in tiles of the same size
@@ -695,22 +674,22 @@ def monarch_attention_tiles(
     return_lse: bool = False,     # also return the log-sum-exp of the row pass
 ) -> Tensor | tuple[Tensor, Tensor]:  # out [B, A, b1, b2, H, D] (and lse [B, H, A, b2, b1])
     "One-iteration Monarch attention, differentiable in q, k and v. Raises ValueError."
-    _need(q.ndim == 6 and q.numel() > 0, f"q: expected a non-empty [B, A, b1, b2, H, D], got {list(q.shape)}")
-    _need(q.is_floating_point(), f"q: expected floats, got {q.dtype}")
-    _need(scale is None or math.isfinite(scale), f"scale: expected a finite number, got {scale}")
+    need(q.ndim == 6 and q.numel() > 0, f"q: expected a non-empty [B, A, b1, b2, H, D], got {list(q.shape)}")
+    need(q.is_floating_point(), f"q: expected floats, got {q.dtype}")
+    need(scale is None or math.isfinite(scale), f"scale: expected a finite number, got {scale}")
     B, A, b1, b2, H, D = q.shape
-    _need(k.ndim == 6 and k.numel() > 0 and k.shape == (B, k.shape[1], b1, b2, H, D),
+    need(k.ndim == 6 and k.numel() > 0 and k.shape == (B, k.shape[1], b1, b2, H, D),
           f"k: expected [{B}, F, {b1}, {b2}, {H}, {D}] to match q, got {list(k.shape)}")
-    _need(v.shape == k.shape, f"v: expected the shape of k {list(k.shape)}, got {list(v.shape)}")
+    need(v.shape == k.shape, f"v: expected the shape of k {list(k.shape)}, got {list(v.shape)}")
     for name, x in (("k", k), ("v", v)):
-        _need(x.dtype == q.dtype, f"{name}: {x.dtype} differs from q's {q.dtype}")
-        _need(x.device == q.device, f"{name}: on {x.device}, but q is on {q.device}")
-    _need(causal >= 0, f"causal: expected tiles per chunk >= 0, got {causal}")
-    _need(causal == 0 or (A == k.shape[1] and A % causal == 0), f"causal: chunks of {causal} tiles need A = F, a multiple of it; got {A} and {k.shape[1]}")
+        need(x.dtype == q.dtype, f"{name}: {x.dtype} differs from q's {q.dtype}")
+        need(x.device == q.device, f"{name}: on {x.device}, but q is on {q.device}")
+    need(causal >= 0, f"causal: expected tiles per chunk >= 0, got {causal}")
+    need(causal == 0 or (A == k.shape[1] and A % causal == 0), f"causal: chunks of {causal} tiles need A = F, a multiple of it; got {A} and {k.shape[1]}")
     if INTERPRET or q.device.type == "cuda":
-        _need(q.dtype in TYPES, f"q: the kernel takes float16, bfloat16 and float32, got {q.dtype}")
-        _need(D % 8 == 0 and D <= HEAD_SIZES[-1], f"q: the kernel takes head sizes that are multiples of 8 up to 128, got {D}")
-        _need(B * H <= 65535, f"q: the kernel takes B * H up to 65535, got {B * H}")
+        need(q.dtype in TYPES, f"q: the kernel takes float16, bfloat16 and float32, got {q.dtype}")
+        need(D % 8 == 0 and D <= HEAD_SIZES[-1], f"q: the kernel takes head sizes that are multiples of 8 up to 128, got {D}")
+        need(B * H <= 65535, f"q: the kernel takes B * H up to 65535, got {B * H}")
     out, lse = forward_op(q, k, v, 1 / math.sqrt(D) if scale is None else float(scale), int(causal))
     return (out, lse) if return_lse else out
 

@@ -44,7 +44,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from neurips26_lit.core.kernels import KernelSpec
+from neurips26_lit.core.kernels import KernelSpec, capability, interpreting, jit, loads_16_bytes, need
+from neurips26_lit.core.kernels import empty as _empty  # a test puts memory full of NaN in its place
 
 try:
     import triton
@@ -52,13 +53,8 @@ try:
 except ImportError:  # CPU-only installations: the reference is all there is
     triton = tl = None
 
-INTERPRET = triton is not None and triton.knobs.runtime.interpret
+INTERPRET = interpreting()
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
-
-
-def _jit(**options):
-    "`triton.jit`, or the plain function where Triton is not installed."
-    return triton.jit(**options) if triton is not None else (lambda fn: fn)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +140,7 @@ def union_reference(mask: Tensor, subgroup: int, keep_recent: int, current: int)
 # ---------------------------------------------------------------------------------------------------------------------
 # Triton kernels
 # ---------------------------------------------------------------------------------------------------------------------
-@_jit(
+@jit(
     do_not_specialize=[
         "stride_qb", "stride_qh", "stride_qt", "stride_kp", "stride_kn", "stride_vp", "stride_vn",
         "stride_tb", "stride_tr", "stride_tq", "B", "R", "NQ", "G", "Tq", "D8", "S", "q_start", "q_block", "log_steps", "scale",
@@ -232,7 +228,7 @@ def prefill_kernel(
     tl.store(out + at[:, None] * D + dim[None, :], acc.to(out.dtype.element_ty), mask=row_ok[:, None] & dim_ok[None, :])
 
 
-@_jit(do_not_specialize=["rows", "D8", "S"], do_not_specialize_on_alignment=["lses", "lse"])
+@jit(do_not_specialize=["rows", "D8", "S"], do_not_specialize_on_alignment=["lses", "lse"])
 def merge_kernel(
     parts, lses, out, lse, rows, D8, S, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -261,7 +257,7 @@ def merge_kernel(
     tl.store(out + row[:, None] * D + dim[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
-@_jit(
+@jit(
     do_not_specialize=["stride_mb", "stride_mh", "stride_mq", "R", "subgroup", "nq", "nk", "forced"],
     do_not_specialize_on_alignment=["mask", "ids", "counts"],
 )
@@ -320,22 +316,6 @@ def config(arch: int, dtype: torch.dtype, page: int, D: int, rows: int) -> tuple
     return {**shape, "BLOCK_D": block_d(D)}, {**options, "maxnreg": 255}  # without the cap some tiles trade spills for occupancy
 
 
-def _arch(device: torch.device) -> int:
-    "Compute capability as one number; the interpreter takes sm_90's configurations."
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return 10 * major + minor
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    "Every output is made here, so that a test can hand out memory full of NaN."
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _aligned(x: Tensor) -> bool:
-    "True if the kernel may load 16 bytes at a time: last dimension contiguous, base and other strides aligned."
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1])
-
-
 def launch_prefill(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, ids: Tensor, pages: Tensor, counts: Tensor, seq_lens: Tensor,
     q_start: int, q_block: int, scale: float, splits: int,
@@ -343,10 +323,10 @@ def launch_prefill(
     "Run `prefill_kernel`, and `merge_kernel` when the tables are split: (out, lse)."
     (B, Hq, Tq, D), (_, R, nq, _), page = q.shape, ids.shape, k_pages.shape[1]
     G = Hq // R
-    constexprs, options = config(_arch(q.device), q.dtype, page, D, G * min(q_block, Tq))
-    q = q if _aligned(q) else q.contiguous()
+    constexprs, options = config(capability(q.device), q.dtype, page, D, G * min(q_block, Tq))
+    q = q if loads_16_bytes(q) else q.contiguous()
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if not _aligned(x):
+        if not loads_16_bytes(x):
             raise ValueError(f"{name}: the kernel reads pages in place, so D must be contiguous, other strides multiples of 8")
     ids, pages, counts, seq_lens = ids.contiguous(), pages.contiguous(), counts.contiguous(), seq_lens.contiguous()
     partial = q.dtype if splits == 1 else torch.float32
@@ -385,7 +365,7 @@ def auto_splits(q: Tensor, R: int, nq: int, n: int, q_block: int, page: int) -> 
     if q.device.type != "cuda":
         return 1
     G = q.shape[1] // R
-    block_m = config(_arch(q.device), q.dtype, page, q.shape[-1], G * min(q_block, q.shape[2]))[0]["BLOCK_M"]
+    block_m = config(capability(q.device), q.dtype, page, q.shape[-1], G * min(q_block, q.shape[2]))[0]["BLOCK_M"]
     programs = q.shape[0] * R * nq * math.ceil(q_block / (block_m // G))
     wanted = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
     return 1 if programs >= wanted else max(1, min(math.ceil(wanted / programs), n, 16))
@@ -455,53 +435,48 @@ def _(mask, subgroup, keep_recent, current):
 # ---------------------------------------------------------------------------------------------------------------------
 # Public surface
 # ---------------------------------------------------------------------------------------------------------------------
-def _need(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
 def _check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: dict[str, Tensor], seq_lens: Tensor) -> None:
     "Ranks, types, devices and head sizes."
-    _need(q.ndim == 4 and q.numel() > 0, f"q: expected a non-empty [B, Hq, Tq, D], got {list(q.shape)}")
-    _need(k_pages.ndim == 3, f"k_pages: expected [P, page, D], got {list(k_pages.shape)}")
-    _need(v_pages.shape == k_pages.shape, f"v_pages: expected the shape of k_pages {list(k_pages.shape)}, got {list(v_pages.shape)}")
-    _need(k_pages.shape[-1] == q.shape[-1], f"k_pages: head size {k_pages.shape[-1]} differs from q's {q.shape[-1]}")
+    need(q.ndim == 4 and q.numel() > 0, f"q: expected a non-empty [B, Hq, Tq, D], got {list(q.shape)}")
+    need(k_pages.ndim == 3, f"k_pages: expected [P, page, D], got {list(k_pages.shape)}")
+    need(v_pages.shape == k_pages.shape, f"v_pages: expected the shape of k_pages {list(k_pages.shape)}, got {list(v_pages.shape)}")
+    need(k_pages.shape[-1] == q.shape[-1], f"k_pages: head size {k_pages.shape[-1]} differs from q's {q.shape[-1]}")
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _need(x.dtype == q.dtype, f"{name}: {x.dtype} differs from q's {q.dtype}")
+        need(x.dtype == q.dtype, f"{name}: {x.dtype} differs from q's {q.dtype}")
     for name, x in {**tables, "seq_lens": seq_lens}.items():
-        _need(x.dtype == torch.int32, f"{name}: expected int32, got {x.dtype}")
+        need(x.dtype == torch.int32, f"{name}: expected int32, got {x.dtype}")
     for name, x in {"k_pages": k_pages, "v_pages": v_pages, **tables, "seq_lens": seq_lens}.items():
-        _need(x.device == q.device, f"{name}: on {x.device}, but q is on {q.device}")
-    _need(seq_lens.shape == q.shape[:1], f"seq_lens: expected [{q.shape[0]}], got {list(seq_lens.shape)}")
+        need(x.device == q.device, f"{name}: on {x.device}, but q is on {q.device}")
+    need(seq_lens.shape == q.shape[:1], f"seq_lens: expected [{q.shape[0]}], got {list(seq_lens.shape)}")
     if INTERPRET or q.device.type == "cuda":
         D, page = q.shape[-1], k_pages.shape[1]
-        _need(q.dtype in TYPES, f"q: the kernel takes float16, bfloat16 and float32, got {q.dtype}")
-        _need(D % 8 == 0 and D <= HEAD_SIZES[-1], f"q: the kernel takes head sizes that are multiples of 8 up to 128, got {D}")
-        _need(page in PAGES, f"k_pages: the kernel takes pages of {PAGES} tokens, got {page}")
+        need(q.dtype in TYPES, f"q: the kernel takes float16, bfloat16 and float32, got {q.dtype}")
+        need(D % 8 == 0 and D <= HEAD_SIZES[-1], f"q: the kernel takes head sizes that are multiples of 8 up to 128, got {D}")
+        need(page in PAGES, f"k_pages: the kernel takes pages of {PAGES} tokens, got {page}")
 
 
 def _check_tables(q: Tensor, tables: dict[str, Tensor], n_pages: int, page: int, seq_lens: Tensor, q_start: int) -> None:
     "Shapes of the tables and, where it costs no synchronisation (CPU), their entries."
     ids, pages, counts = tables["ids"], tables["pages"], tables["counts"]
-    _need(ids.shape[0] == q.shape[0], f"ids: {ids.shape[0]} sequences, but q has {q.shape[0]}")
-    _need(q.shape[1] % ids.shape[1] == 0, f"ids: {ids.shape[1]} table rows don't divide q's {q.shape[1]} heads")
-    _need(pages.shape == ids.shape, f"pages: expected the shape of ids {list(ids.shape)}, got {list(pages.shape)}")
-    _need(counts.shape == ids.shape[:-1], f"counts: expected {list(ids.shape[:-1])}, got {list(counts.shape)}")
-    _need(q_start >= 0, f"q_start: expected a position >= 0, got {q_start}")
+    need(ids.shape[0] == q.shape[0], f"ids: {ids.shape[0]} sequences, but q has {q.shape[0]}")
+    need(q.shape[1] % ids.shape[1] == 0, f"ids: {ids.shape[1]} table rows don't divide q's {q.shape[1]} heads")
+    need(pages.shape == ids.shape, f"pages: expected the shape of ids {list(ids.shape)}, got {list(pages.shape)}")
+    need(counts.shape == ids.shape[:-1], f"counts: expected {list(ids.shape[:-1])}, got {list(counts.shape)}")
+    need(q_start >= 0, f"q_start: expected a position >= 0, got {q_start}")
     group, most = q.shape[1] // ids.shape[1], 64 if q.dtype == torch.float32 else 128
-    _need(group <= most, f"ids: {group} query heads per table row, at most {most} fit a tile")
+    need(group <= most, f"ids: {group} query heads per table row, at most {most} fit a tile")
     if q.device.type != "cpu":
         return
     empty = (counts < 1).nonzero()
-    _need(len(empty) == 0, f"counts: empty table row at {tuple(empty[0].tolist()) if len(empty) else ''}")
-    _need(bool((counts <= ids.shape[-1]).all()), f"counts: more entries than the table's width {ids.shape[-1]}")
-    _need(bool((seq_lens >= 1).all()), "seq_lens: expected at least 1 stored token per sequence")
+    need(len(empty) == 0, f"counts: empty table row at {tuple(empty[0].tolist()) if len(empty) else ''}")
+    need(bool((counts <= ids.shape[-1]).all()), f"counts: more entries than the table's width {ids.shape[-1]}")
+    need(bool((seq_lens >= 1).all()), "seq_lens: expected at least 1 stored token per sequence")
     used = torch.arange(ids.shape[-1]) < counts[..., None]
     blocks = ((seq_lens + page - 1) // page).view(-1, *[1] * (ids.ndim - 1))
-    _need(bool(((ids >= 0) & (ids < blocks) | ~used).all()), f"ids: a table id lies outside [0, {int(blocks.max())})")
-    _need(bool(((pages >= 0) & (pages < n_pages) | ~used).all()), f"pages: a page lies outside the pool of {n_pages} pages")
+    need(bool(((ids >= 0) & (ids < blocks) | ~used).all()), f"ids: a table id lies outside [0, {int(blocks.max())})")
+    need(bool(((pages >= 0) & (pages < n_pages) | ~used).all()), f"pages: a page lies outside the pool of {n_pages} pages")
     ordered = torch.where(used, ids, -1 - torch.arange(ids.shape[-1], dtype=torch.int32)).sort(-1).values
-    _need(bool((ordered.diff(dim=-1) != 0).all()), "ids: a block occurs twice in a table row")
+    need(bool((ordered.diff(dim=-1) != 0).all()), "ids: a block occurs twice in a table row")
 
 
 def paged_gqa_prefill(
@@ -519,9 +494,9 @@ def paged_gqa_prefill(
     splits: int | None = None,    # parts of each table that run in parallel; None: as many as fill the GPU
 ) -> Tensor | tuple[Tensor, Tensor]:  # out [B, Hq, Tq, D] (and lse [B, Hq, Tq])
     "Causal attention of one chunk over the blocks of its tables, one table per (sequence, table row). Raises ValueError."
-    _need(ids.ndim == 3, f"ids: expected [B, R, n], got {list(ids.shape)}")
-    _need(pages.ndim == 3, f"pages: expected [B, R, n], got {list(pages.shape)}")
-    _need(counts.ndim == 2, f"counts: expected [B, R], got {list(counts.shape)}")
+    need(ids.ndim == 3, f"ids: expected [B, R, n], got {list(ids.shape)}")
+    need(pages.ndim == 3, f"pages: expected [B, R, n], got {list(pages.shape)}")
+    need(counts.ndim == 2, f"counts: expected [B, R], got {list(counts.shape)}")
     tables = {"ids": ids.unsqueeze(2), "pages": pages.unsqueeze(2), "counts": counts.unsqueeze(2)}
     return _prefill(q, k_pages, v_pages, tables, seq_lens, q_start, q.shape[2], scale, return_lse, splits)
 
@@ -542,10 +517,10 @@ def block_sparse_prefill(
     splits: int | None = None,    # parts of each table that run in parallel; None: as many as fill the GPU
 ) -> Tensor | tuple[Tensor, Tensor]:  # out [B, Hq, Tq, D] (and lse [B, Hq, Tq])
     "The same with a table per (sequence, query head, query block): the block-sparse execution that unions replace."
-    _need(ids.ndim == 4, f"ids: expected [B, Hq, nq, n], got {list(ids.shape)}")
-    _need(q_block >= 1, f"q_block: expected at least 1 query, got {q_block}")
+    need(ids.ndim == 4, f"ids: expected [B, Hq, nq, n], got {list(ids.shape)}")
+    need(q_block >= 1, f"q_block: expected at least 1 query, got {q_block}")
     nq = -(-q.shape[2] // q_block)
-    _need(ids.shape[2] == nq, f"ids: {ids.shape[2]} query blocks, but {q.shape[2]} queries in blocks of {q_block} make {nq}")
+    need(ids.shape[2] == nq, f"ids: {ids.shape[2]} query blocks, but {q.shape[2]} queries in blocks of {q_block} make {nq}")
     tables = {"ids": ids, "pages": pages, "counts": counts}
     return _prefill(q, k_pages, v_pages, tables, seq_lens, q_start, q_block, scale, return_lse, splits)
 
@@ -553,7 +528,7 @@ def block_sparse_prefill(
 def _prefill(q, k_pages, v_pages, tables, seq_lens, q_start, q_block, scale, return_lse, splits):
     _check_tensors(q, k_pages, v_pages, tables, seq_lens)
     _check_tables(q, tables, k_pages.shape[0], k_pages.shape[1], seq_lens, q_start)
-    _need(splits is None or splits >= 1, f"splits: expected at least 1, got {splits}")
+    need(splits is None or splits >= 1, f"splits: expected at least 1, got {splits}")
     ids = tables["ids"]
     if splits is None:
         splits = auto_splits(q, ids.shape[1], ids.shape[2], ids.shape[3], q_block, k_pages.shape[1])
@@ -570,10 +545,10 @@ def union_tables(
     current: int = 0,         # trailing blocks that hold the chunk itself, always read
 ) -> tuple[Tensor, Tensor]:   # ids int32 [B, Hq // subgroup, nk] ascending, -1 padded; counts int32 [B, Hq // subgroup]
     "Smallest tables that keep every selected block: union over query blocks, then over the heads of a subgroup."
-    _need(mask.ndim == 4 and mask.dtype == torch.bool, f"mask: expected Bool [B, Hq, nq, nk], got {mask.dtype} {list(mask.shape)}")
-    _need(subgroup >= 1 and mask.shape[1] % subgroup == 0, f"subgroup: {subgroup} doesn't divide {mask.shape[1]} heads")
-    _need(keep_recent >= 0, f"keep_recent: expected >= 0, got {keep_recent}")
-    _need(current >= 0, f"current: expected >= 0, got {current}")
+    need(mask.ndim == 4 and mask.dtype == torch.bool, f"mask: expected Bool [B, Hq, nq, nk], got {mask.dtype} {list(mask.shape)}")
+    need(subgroup >= 1 and mask.shape[1] % subgroup == 0, f"subgroup: {subgroup} doesn't divide {mask.shape[1]} heads")
+    need(keep_recent >= 0, f"keep_recent: expected >= 0, got {keep_recent}")
+    need(current >= 0, f"current: expected >= 0, got {current}")
     return union_tables_op(mask, subgroup, keep_recent, current)
 
 
@@ -583,8 +558,8 @@ def physical_pages(
 ) -> Tensor:                  # int32, shape of ids: the page of each entry, -1 where ids is -1
     "Look the pages of a table up; table rows of one KV head are neighbours."
     B, R = ids.shape[:2]
-    _need(block_table.ndim == 3 and block_table.shape[0] == B, f"block_table: expected [{B}, Hkv, N], got {list(block_table.shape)}")
-    _need(R % block_table.shape[1] == 0, f"block_table: {block_table.shape[1]} KV heads don't divide {R} table rows")
+    need(block_table.ndim == 3 and block_table.shape[0] == B, f"block_table: expected [{B}, Hkv, N], got {list(block_table.shape)}")
+    need(R % block_table.shape[1] == 0, f"block_table: {block_table.shape[1]} KV heads don't divide {R} table rows")
     rows = block_table.repeat_interleave(R // block_table.shape[1], 1)
     found = rows.gather(2, ids.clamp(min=0).flatten(2).long()).view(ids.shape)
     return torch.where(ids < 0, -1, found).int()

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "ci"))
 
 import gpu_bench
+import gpu_monarch
 
 CELL = gpu_bench.Cell(B=2, Hq=6, Hkv=2, D=16, page=16, chunk=40, keys=160, density=0.4, dtype="float32")
 
@@ -90,7 +91,9 @@ def test_monarch_against_dense_attention(runs):
     code, record = runs[0]["tiles"]
     assert code == 0 and record["complete"] and len(record["gate"]) == 8 and all(r["ok"] for r in record["gate"])
     timed = {(r["method"], r["pass"]) for r in record["rows"] if r["ms"]}
-    assert timed == {(m, p) for m in ("ours", "sdpa_flash", "sdpa_cudnn") for p in ("forward", "forward + backward")} | {("reference, eager", "forward")}
+    assert timed == {(m, p) for m in ("ours", "sdpa_flash", "sdpa_cudnn") for p in ("forward", "forward + backward")} | {("reference, eager", "forward"), ("flex", "forward")}
+    left_out = [r for r in record["rows"] if not r["ms"]]
+    assert [(r["method"], r["pass"]) for r in left_out] == [("flex", "forward + backward")] and "backward on CPU" in left_out[0]["reason"]
     code, record = runs[0]["wrong_tiles"]
     assert code == 1 and record["rows"] == [] and sum(not r["ok"] for r in record["gate"]) >= 2
 
@@ -100,12 +103,36 @@ def test_monarch_checks_see_a_wrong_answer():
     for cell in suite.cells():
         d = suite.data(cell, suite.pool(cell))
         for name, call in suite.methods(d, 60).items():
+            if name == "flex" and cell.backward: continue  # PyTorch has no backward of it on a CPU
             got = [x.double() for x in call()]
             assert suite.error(d, tuple(got), name) <= 1e-5, name
             for x in got:
                 right, x[0, -1, -1, -1, -1] = x[0, -1, -1, -1, -1].clone(), 0.0
                 assert suite.error(d, tuple(got), name) > 1e-2, name
                 x[0, -1, -1, -1, -1] = right
+
+
+def test_the_sparse_rival_of_monarch_reads_its_density_and_no_more():
+    blocks = gpu_monarch.random_blocks(300, 700, 0.35, "cpu")
+    assert blocks.shape == (3, 6) and (blocks.sum(1) == 2).all()
+    mask = gpu_monarch.block_mask(blocks, 300, 700)
+    assert mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum() == 6 and mask.kv_num_blocks.sum() == blocks[:, -1].sum()
+    q, k, v = (torch.randn(1, 1, n, 16, generator=torch.Generator().manual_seed(n)) for n in (300, 700, 701))
+    from torch.nn.attention.flex_attention import flex_attention
+
+    see = blocks.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :700]
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v[:, :, :700], attn_mask=see)
+    assert (flex_attention(q, k, v[:, :, :700], block_mask=mask) - want).abs().max() <= 1e-5
+
+
+def test_rows_of_masked_attention_and_their_gradient():
+    suite = gpu_bench.MonarchAttention("cpu", True)
+    d = suite.data(suite.cells()[1], suite.pool(suite.cells()[1]))
+    q, k, v, g = (d.dense(x).double() for x in (d.q, d.k, d.v, d.grad))
+    see = torch.rand(q.shape[2], k.shape[2], generator=torch.Generator().manual_seed(0)) < 0.5
+    out, dq, *_ = gpu_monarch.gradients(lambda *x: torch.nn.functional.scaled_dot_product_attention(*x, attn_mask=see), q, k, v, g)
+    rows = torch.tensor([0, 5, 47])
+    for got, want in zip(gpu_monarch.dense_rows(d, 1, rows, see[rows]), (out, dq)): assert (got - want[0, 1, rows]).abs().max() <= 1e-12
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
