@@ -120,10 +120,10 @@ class LinearLe(LinearEq):
         tails = _tails(terms)
 
         def step(left, depth, v):
-            if left is True: return True
+            if left == "free": return left
             left = left - terms[depth][0] * v
             low, high, _ = tails[depth + 1]
-            return None if low > left else True if high <= left else left
+            return None if low > left else "free" if high <= left else left  # not True, which would equal the state 1
         return _Reader(self.rhs, step)
 
 
