@@ -99,14 +99,11 @@ def spmm(
     beta: float = 0.0,
     z: Float[Tensor, "n b"] | None = None,
 ) -> Float[Tensor, "n b"]:
-    "Sparse times dense, plus a multiple of a dense matrix. The fused kernel on a GPU, PyTorch's product on a CPU."
+    "Sparse times dense, plus a multiple of a dense matrix."
     if a.layout != torch.sparse_csr: raise ValueError(f"a: expected a torch.sparse_csr tensor, got layout {a.layout}; use to_torch_csr")
     if x.ndim != 2 or x.shape[0] != a.shape[1]: raise ValueError(f"x: expected shape [{a.shape[1]}, b], got {list(x.shape)}")
     if beta and (z is None or z.shape != (a.shape[0], x.shape[1])):
         raise ValueError(f"z: expected shape [{a.shape[0]}, {x.shape[1]}], got {None if z is None else list(z.shape)}")
-    if a.device.type == "cuda" and x.dtype in (torch.float32, torch.float16):
-        from neurips26_lit.kernels.csr_spmm import csr_spmm
-        return csr_spmm(a.crow_indices().int(), a.col_indices().int(), a.values(), x, alpha=alpha, beta=beta, z=z)
     y = torch.sparse.mm(a, x)
     if alpha != 1: y = alpha * y
     return y + beta * z if beta else y

@@ -73,9 +73,9 @@ def test_short_calls_are_repeated_until_measurable():
 
 
 def test_real_clock_sees_which_is_slower():
-    fns = {"once": lambda n: sum(range(n)), "three times": lambda n: [sum(range(n)) for _ in range(3)]}
+    fns = {"once": lambda n: sum(range(n)), "ten times": lambda n: [sum(range(n)) for _ in range(10)]}
     table = B.compare(fns, (30_000,), repeats=15)
-    assert 2 < table.ratio[1] < 4.5 and B.speedup(table, "three times", "once").low > 1.2
+    assert table.ratio[1] > 2 and B.speedup(table, "ten times", "once").low > 1.2  # how much slower depends on what else runs; that it is slower doesn't
 
 
 def test_wrong_or_failing_functions_are_not_timed():

@@ -205,17 +205,9 @@ class Diagram:
         "Cheapest member of the set."
         self._check(cost)
         ptr, source, value = self.csr
-        if cost.device.type == "cuda":
-            from neurips26_lit.kernels.minplus_sweep import minplus_sweep
-            arrange = cost[:, self.order].float().contiguous()
-            as_int = lambda a, t: torch.as_tensor(a, device=cost.device).to(t)
-            total, choice = minplus_sweep(arrange, as_int(ptr, torch.int32), as_int(source, torch.int16), as_int(value, torch.int16), as_int([0], torch.int16))
-            y = torch.full_like(choice, -1, dtype=torch.int64)
-            y[:, self.order] = choice.long()
-            return y, total.to(cost.dtype)
         if not _SWEEP: _SWEEP.append(_compiled())
-        y, total = _SWEEP[0](np.ascontiguousarray(cost.detach().double().numpy()), np.array(self.order), ptr, source, value, max(self.widths))
-        return torch.as_tensor(y), torch.as_tensor(total).to(cost.dtype)
+        y, total = _SWEEP[0](np.ascontiguousarray(cost.detach().double().cpu().numpy()), np.array(self.order), ptr, source, value, max(self.widths))
+        return torch.as_tensor(y).to(cost.device), torch.as_tensor(total).to(cost)
 
     def log_partition(
         self,
